@@ -1,0 +1,33 @@
+"""Fixtures for every test: quiet libraries, one thread, and ranks that stay."""
+
+import os
+
+# Before torch is imported by any test: no network, no wandb account, no tokenizer threads.
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("WANDB_SILENT", "true")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+from tests.distributed.ranks import Ranks
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def ranks2():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def ranks4():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()
