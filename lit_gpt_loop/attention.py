@@ -17,33 +17,27 @@ from lit_gpt_loop.config import GPTConfig
 class KVCache:
     """Keys and values of the tokens seen so far, for every layer; filled by `GPT.forward_cached`.
 
+    Room for `max_length` tokens is taken layer by layer at the first append, on the device and in the dtype of the keys.
+
     Args:
-        config: the model's shape.
-        batch_size: rows.
-        max_length: tokens that fit; at most the context length is useful.
-        device: where the model is.
-        dtype: the dtype of keys and values.
+        max_length: tokens that fit; the context length is all that a model can use.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        batch_size: int,
-        max_length: int,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        shape = (config.n_layer, 2, batch_size, config.num_kv_heads, max_length, config.head_dim)
-        self.data = torch.zeros(shape, device=device, dtype=dtype)  # (layer, key or value, B, G, S, C)
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
         self.length = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values (B, G, T, C) of one layer behind the cached ones; return all (B, G, S, C)."""
         end = self.length + k.size(2)
-        keys, values = self.data[layer]
+        if layer not in self._layers:
+            shape = (k.size(0), k.size(1), self.max_length, k.size(3))
+            self._layers[layer] = k.new_zeros(shape), v.new_zeros(shape)
+        keys, values = self._layers[layer]
         keys[:, :, self.length : end] = k
         values[:, :, self.length : end] = v
-        return keys[:, :, :end].to(k.dtype), values[:, :, :end].to(v.dtype)
+        return keys[:, :, :end], values[:, :, :end]
 
 
 class Shared:
@@ -190,4 +184,4 @@ class CausalSelfAttention(nn.Module):
             window_size=(-1, 0),  # causal
             enable_gqa=self.n_head != self.n_kv_head,
         )
-        return y.view(q.shape)
+        return y.view(q.shape)  # type: ignore[union-attr]
