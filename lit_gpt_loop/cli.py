@@ -1,0 +1,282 @@
+"""The command line of a run: LightningCLI with a run directory, linked values and batches that users think in (layer L).
+
+What it adds to LightningCLI, and why:
+
+- **Linked values.** Vocabulary, context length and end token stand once, in `data`, and reach the model from there.
+- **Updates.** `trainer.max_steps`, `trainer.val_check_interval` and every callback's interval count updates. Lightning counts
+  validation intervals in micro-batches; they are converted once the accumulation is known. `--max_tokens` is a budget in
+  tokens instead.
+- **Run directory.** `runs/NAME` with config.yaml (config-2.yaml ... when run again), journal.jsonl, checkpoints/, wandb/.
+- **Restarts.** `--ckpt_path auto` (also the default of fit) means the run's latest checkpoint if there is one. A checkpoint's
+  hyper-parameters never override the configuration: LightningCLI's own merge is switched off, LitGPT prints what differs.
+- **Strategies by name.** "auto", "ddp", "fsdp" and "fsdp2" mean ours (`lit_gpt_loop.strategies`).
+- **Precision.** Not given means bf16 where the hardware is fast at it, chosen with one printed line.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+
+from lit_gpt_loop.data import TextDataModule
+from lit_gpt_loop.journal import JournalLogger, RunWandbLogger
+from lit_gpt_loop.module import LitGPT
+from lit_gpt_loop.progress import UpdateProgressBar
+from lit_gpt_loop.schedules import summarize
+from lit_gpt_loop.strategies import DDP, FSDP, FSDP2, OneDevice
+
+# A checkpoint that the user names -> what Trainer takes; None when the run has none yet and "auto" was asked.
+Resolve = Callable[[str, Path], Path | None]
+
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "log_every_n_steps": 1,  # one line per update; callbacks that cost something have their own interval
+    "check_val_every_n_epoch": None,  # val_check_interval counts over the whole run, not within an epoch
+    "num_sanity_val_steps": 0,
+    "enable_checkpointing": False,  # CheckpointRetention saves
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,  # the data module shares samples out itself
+    "gradient_clip_val": None,
+}
+
+
+class PretrainCLI(LightningCLI):
+    """See the module docstring. Built and run by `recipes.pretrain`."""
+
+    def __init__(self, resolve: Resolve, **kwargs: Any) -> None:
+        self._resolve = resolve
+        super().__init__(
+            LitGPT,
+            TextDataModule,
+            save_config_callback=None,  # aborts the second run into a directory; see _write_config
+            trainer_defaults=TRAINER_DEFAULTS,
+            seed_everything_default=1234,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            **kwargs,
+        )
+
+    # ------------------------------------------------------------------ arguments
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the run's name, the token budget and the links between data and model."""
+        parser.add_argument(
+            "--run", type=str | None, default=None, help="Name of the run; default: the config file's."
+        )
+        parser.add_argument("--runs_dir", type=str, default="runs", help="Where run directories stand.")
+        parser.add_argument(
+            "--max_tokens",
+            type=int | None,
+            default=None,
+            help="Budget in tokens, instead of trainer.max_steps.",
+        )
+        parser.link_arguments("data.context_length", "model.context_length")
+        parser.link_arguments("data.in_document_attention", "model.in_document_attention")
+        parser.link_arguments("data.vocab_size", "model.vocab_size", apply_on="instantiate")
+        parser.link_arguments("data.eot_id", "model.eot_id", apply_on="instantiate")
+
+    def _parse_ckpt_path(self) -> None:
+        # Private in Lightning, switched off for a promise: it lets hyper-parameters of the checkpoint override the command
+        # line. tests/recipes/test_pretrain.py (C46) notices if Lightning renames it.
+        return
+
+    def before_instantiate_classes(self) -> None:
+        """Settle the run directory, the precision and the budget, before anything is built."""
+        config = self.config[self.subcommand]
+        name = config.run or _stem(config) or "default"
+        if not re.fullmatch(r"[\w.+-]+", name):
+            raise ValueError(
+                f"run name {name!r} may hold letters, digits and . + - _ only: it names a directory"
+            )
+        if config.trainer.default_root_dir is None:
+            config.trainer.default_root_dir = str(Path(config.runs_dir) / name)
+        self.run_dir = Path(config.trainer.default_root_dir)
+        if config.trainer.precision is None and not config.trainer.plugins:
+            config.trainer.precision, why = choose_precision(config.trainer.accelerator)
+            rank_zero_info(f"precision: {config.trainer.precision} ({why})")
+        if config.max_tokens is not None and config.trainer.max_steps not in (-1, None):
+            raise ValueError(
+                f"both --max_tokens={config.max_tokens} and trainer.max_steps={config.trainer.max_steps} are given: "
+                "a run has one budget; set the other to null (max_steps: -1)"
+            )
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Build the Trainer with our loggers, strategy and bar where the configuration names none."""
+        config = self.config[self.subcommand]
+        trainer = config.trainer
+        if trainer.logger is None or trainer.logger is True:
+            kwargs["logger"] = [JournalLogger(self.run_dir), RunWandbLogger(self.run_dir)]
+        if isinstance(trainer.strategy, str):
+            kwargs["strategy"] = _strategy(trainer)
+        if config.max_tokens is not None:
+            kwargs["max_steps"] = self._steps_for(config.max_tokens)
+            trainer.max_steps = kwargs["max_steps"]
+        callbacks = self._get(self.config_init, "trainer")["callbacks"] or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        if (
+            not any(isinstance(c, ProgressBar) for c in callbacks)
+            and trainer.enable_progress_bar is not False
+        ):
+            callbacks = [*callbacks, UpdateProgressBar()]
+        kwargs["callbacks"] = callbacks
+        return super().instantiate_trainer(**kwargs)
+
+    def _steps_for(self, max_tokens: int) -> int:
+        per_update = self.datamodule.global_batch_tokens
+        if max_tokens < per_update:
+            raise ValueError(
+                f"--max_tokens={max_tokens} is less than one update's {per_update} tokens: raise it or shrink the batch"
+            )
+        return max_tokens // per_update
+
+    # ------------------------------------------------------------------ subcommands
+
+    def fit(self, model: LitGPT, datamodule: TextDataModule, ckpt_path: Any = None, **kwargs: Any) -> None:
+        """Train from the given checkpoint, by default from the run's latest."""
+        trainer = self.trainer
+        if trainer.max_steps <= 0 and trainer.max_time is None:  # type: ignore[attr-defined]
+            raise ValueError("the run has no end: set trainer.max_steps, --max_tokens or trainer.max_time")
+        # Fails here, before data is read, if phases overlap.
+        total = trainer.max_steps if trainer.max_steps > 0 else None
+        schedule = model.schedule_config.resolve(total)
+        path = self._checkpoint(ckpt_path or "auto")
+        if path is None and (found := self._resolve("auto", self.run_dir)) is not None:
+            raise ValueError(
+                f"--ckpt_path none asks for a fresh start, but {self.run_dir} holds checkpoints ({found}): "
+                "choose another --run, or leave --ckpt_path out to continue"
+            )
+        accumulate = datamodule.accumulation(trainer.world_size)
+        if isinstance(trainer.val_check_interval, int):
+            trainer.val_check_interval *= accumulate  # Lightning counts micro-batches
+        self._write_config()
+        rank_zero_info(f"run: {self.run_dir}" + (f", continuing from {path}" if path else ""))
+        rank_zero_info(
+            f"batch: {datamodule.global_batch_size} sequences x {datamodule.context_length} tokens = "
+            f"{datamodule.global_batch_tokens:,} tokens per update "
+            f"({accumulate} micro-batches of {datamodule.micro_batch_size} on each of {trainer.world_size} devices)"
+        )
+        rank_zero_info(f"model: {sum(p.numel() for p in model.parameters()):,} parameters")
+        if total:
+            rank_zero_info(f"schedule: {schedule.kind}, {summarize(schedule)}")
+        trainer.fit(model, datamodule=datamodule, ckpt_path=path, weights_only=True)
+
+    def after_fit(self) -> None:
+        """Validate the final weights if the last update was not validated, and say what to do next."""
+        trainer = self.trainer
+        if trainer.interrupted:  # type: ignore[attr-defined]
+            return
+        metrics = trainer.callback_metrics
+        if "val/loss" not in metrics or int(metrics.get("progress/update", -1)) != self.model.updates:
+            trainer.validate(self.model, datamodule=self.datamodule, verbose=False)
+            metrics = trainer.callback_metrics
+        self._report({k: float(v) for k, v in metrics.items() if k.startswith("val/")})
+
+    @rank_zero_only
+    def _report(self, val: dict[str, float]) -> None:
+        parts = [
+            f"{label} {val[key]:.4g}{unit}"
+            for key, label, unit in (
+                ("val/loss", "validation loss", " nats/token"),
+                ("val/ppl", "perplexity", ""),
+                ("val/bits_per_byte", "bits per byte", ""),
+            )
+            if key in val
+        ]
+        print(f"\nupdate {self.model.updates:,}, {self.model.tokens:,} tokens: " + ", ".join(parts))
+        print(f"run directory: {self.run_dir}  (config.yaml, journal.jsonl, checkpoints/)")
+        print("next:")
+        print(f"  python -m recipes.sample --run {self.run_dir} --prompt 'Once upon a time'")
+        print(f"  python -m recipes.evaluate --run {self.run_dir} --checkpoint best")
+        print(
+            f"  python -m recipes.pretrain fit --config {self.run_dir / 'config.yaml'} --trainer.max_steps N   (more updates)"
+        )
+
+    def _evaluate(
+        self, verb: str, model: LitGPT, datamodule: TextDataModule, ckpt_path: Any, **kwargs: Any
+    ) -> Any:
+        path = self._checkpoint(ckpt_path or "auto")
+        if path is None:
+            raise ValueError(
+                f"{verb} found no checkpoint in {self.run_dir}: train first, name another --run, or give --ckpt_path PATH"
+            )
+        rank_zero_info(f"checkpoint: {path}")
+        return getattr(self.trainer, verb)(
+            model, datamodule=datamodule, ckpt_path=path, weights_only=True, **kwargs
+        )
+
+    def validate(
+        self, model: LitGPT, datamodule: TextDataModule, ckpt_path: Any = None, **kwargs: Any
+    ) -> Any:
+        """Evaluate a checkpoint (default: the run's latest) on the validation set."""
+        return self._evaluate("validate", model, datamodule, ckpt_path, verbose=kwargs.get("verbose", True))
+
+    def test(self, model: LitGPT, datamodule: TextDataModule, ckpt_path: Any = None, **kwargs: Any) -> Any:
+        """Evaluate a checkpoint (default: the run's latest) on the test set."""
+        return self._evaluate("test", model, datamodule, ckpt_path, verbose=kwargs.get("verbose", True))
+
+    def predict(self, model: LitGPT, datamodule: TextDataModule, ckpt_path: Any = None, **kwargs: Any) -> Any:
+        """Score sequences with a checkpoint (default: the run's latest)."""
+        return self._evaluate("predict", model, datamodule, ckpt_path, return_predictions=False)
+
+    def _checkpoint(self, spec: Any) -> Path | None:
+        if str(spec).lower() == "none":
+            return None
+        return self._resolve(str(spec), self.run_dir)
+
+    @rank_zero_only
+    def _write_config(self) -> None:
+        """Write what this command ran with, linked values included, beside what earlier commands ran with."""
+        config = self.config[self.subcommand].clone()
+        config.pop("config", None)
+        parser = self._parser(self.subcommand)
+        text = parser.dump(config, skip_none=False, skip_link_targets=True)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        number, path = 1, self.run_dir / "config.yaml"
+        while path.exists():
+            number += 1
+            path = self.run_dir / f"config-{number}.yaml"
+        path.write_text(text)
+
+
+def choose_precision(accelerator: Any) -> tuple[str, str]:
+    """Return (precision, reason): bf16 where matrix units have it, else fp32; the same on every start of a machine."""
+    if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bf16-mixed", f"{torch.cuda.get_device_name()} has bf16 units"
+        return "32-true", f"{torch.cuda.get_device_name()} has no bf16 units"
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    for flag in ("amx_bf16", "avx512_bf16"):
+        if re.search(rf"\b{flag}\b", flags):
+            return "bf16-mixed", f"this CPU multiplies bf16 in hardware: {flag}"
+    return "32-true", "no bf16 instructions found on this CPU"
+
+
+def _stem(config: Any) -> str | None:
+    files = config.get("config") or []
+    return Path(str(files[-1])).stem if files else None
+
+
+def _strategy(trainer: Any) -> Any:
+    """Return our strategy for a name; names that we do not have go to Lightning as they are."""
+    name = trainer.strategy
+    if name == "auto":
+        name = "one_device" if _num_devices(trainer) * trainer.num_nodes == 1 else "ddp"
+    ours = {"one_device": OneDevice, "ddp": DDP, "fsdp": FSDP, "fsdp2": FSDP2}
+    return ours[name]() if name in ours else name
+
+
+def _num_devices(trainer: Any) -> int:
+    has_gpu = trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    devices = trainer.devices
+    if isinstance(devices, list):
+        return len(devices)
+    if devices in ("auto", -1, "-1"):
+        return torch.cuda.device_count() if has_gpu else 1
+    if isinstance(devices, str) and "," in devices:
+        return len([d for d in devices.split(",") if d.strip()])
+    return int(devices)
