@@ -179,7 +179,9 @@ class RunWandbLogger(WandbLogger):
             import wandb  # here, as in Lightning's own: half a second that a journal-only run need not pay
 
             kwargs["settings"] = wandb.Settings(console="off", x_disable_stats=offline)
-        super().__init__(save_dir=save_dir, offline=offline, project=project, id=self._stored_id(), **kwargs)
+        super().__init__(
+            save_dir=str(save_dir), offline=offline, project=project, id=self._stored_id(), **kwargs
+        )
         self._rows = _Rows()
         self._defined: set[str] = set()
 

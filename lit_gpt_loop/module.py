@@ -21,6 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
@@ -160,7 +161,7 @@ class LitGPT(pl.LightningModule):
             "num_tokens": num_tokens,
         }
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW with the schedule resolved for the run's length."""
         total = self.trainer.max_steps
         self.schedule = self.schedule_config.resolve(total if total > 0 else None)
