@@ -1,0 +1,421 @@
+"""The gradient's global norm before clipping, clipping by that number, and updates that must not happen.
+
+Drop it in (this file stands alone; copy it or import it):
+
+    from callbacks import GradNormMonitor
+    trainer = pl.Trainer(..., callbacks=[GradNormMonitor(clip_norm=1.0)])   # and no gradient_clip_val
+
+The norm is taken once per update: after the fp16 scaler's division and after token weighting, before clipping; over all
+shards under FSDP and FSDP2, each tied parameter once. The same number is logged and clips, so clipping works under FSDP,
+where Lightning refuses it. With `Trainer(gradient_clip_val=...)` and no `clip_norm` the callback only watches.
+
+| key | unit | definition |
+|---|---|---|
+| `optim/grad_norm` | | global L2 norm of the gradient, before clipping; left out for an update that was skipped |
+| `optim/clip_coefficient` | | what clipping multiplied the gradient by; 1 when it did not clip |
+| `optim/clipped` | 0/1 | whether this update was clipped |
+| `optim/clip_fraction` | share | clipped updates / measured updates since the run began, restarts included |
+| `optim/nonfinite_updates` | count | updates whose gradient held inf or NaN, restarts included |
+| `optim/skipped_updates` | count | those, and updates without any gradient |
+| `optim/loss_scale` | | the fp16 scaler's scale in this update; only with a scaler |
+| `optim/weight_norm` | | global L2 norm of the module's parameters, before the update |
+| `optim/grad_norm/<layer>` | | with `per_layer=True`: one for each block, embedding, head |
+
+Skips. When the gradient is not finite on any rank, every rank skips the update: each `p.grad` becomes None, so that no
+optimizer touches weights, moments or step counts, and the schedulers of this update's step are put back. (Lightning's
+`global_step` still counts it.) The first parameter that holds a non-finite value is named in a warning. The norm of such an
+update enters nothing. After `max_consecutive_skips` in a row the run stops with an error that names the samples; the
+weights are those before the first of them, and if the Trainer has a checkpoint callback they are saved beside its files as
+`healthy-step=N.ckpt` (a callback with `save_on_exit` set saves them itself).
+
+Cost: one pass over the gradients, one over the weights where they are measured, a second over the gradients when clipping;
+one host synchronisation; one collective of a few scalars when parameters are sharded, none otherwise.
+"""
+
+import copy
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+
+def clip_coefficient(norm: float, clip_norm: float | None) -> float:
+    """Return min(1, clip_norm / norm): what to multiply gradients by so that their norm is at most `clip_norm`."""
+    return 1.0 if clip_norm is None or norm <= clip_norm else clip_norm / norm
+
+
+def sums_of_squares(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the sum of squares of each tensor as a scalar tensor, accumulated in fp32 at least."""
+    if not tensors:
+        return []
+    if (
+        tensors[0].device.type == "cpu"
+    ):  # dot: faster there than a norm, and more exact over millions of values
+        return [
+            torch.dot(t.view(-1), t.view(-1))
+            if t.dtype in (torch.float32, torch.float64) and t.is_contiguous()
+            else torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)).square()
+            for t in tensors
+        ]
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    return [n.square() for n in torch._foreach_norm(tensors, 2, dtype=dtype)]
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of a parameter: up to its block's number, else its module.
+
+    `model.blocks.3.attn.weight` is in `model.blocks.3`, `model.embed.weight` in `model.embed`.
+    """
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return ".".join(parts[: number + 1] if number else parts[:-1]) or name
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what FSDP, torch.compile and activation checkpointing put into it."""
+    for wrapper in ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."):
+        name = name.replace(wrapper, "")
+    return name
+
+
+@dataclass
+class Counts:
+    """What the run has seen so far; kept across restarts."""
+
+    measured: int = 0
+    clipped: int = 0
+    nonfinite: int = 0
+    skipped: int = 0
+
+
+class GradNormMonitor(pl.Callback):
+    """Logs and clips the gradient's global norm; skips non-finite updates. See the file's top for keys and rules.
+
+    Args:
+        clip_norm: clip the global norm to this; None clips nothing.
+        per_layer: also log the norm of each block, embedding and head.
+        log_every_n_steps: log at updates that are a multiple of this. Clipping and skipping happen at every update.
+        weight_norm_every_n_steps: measure `optim/weight_norm` at the first ten updates and then at multiples of this.
+        max_consecutive_skips: stop the run after so many non-finite updates in a row. An fp16 scaler that starts at
+            2^16 may need 16 to find its scale.
+
+    Raises:
+        ValueError: an argument out of range; at the start of a fit, `clip_norm` beside `Trainer(gradient_clip_val=...)`.
+    """
+
+    def __init__(
+        self,
+        *,
+        clip_norm: float | None = None,
+        per_layer: bool = False,
+        log_every_n_steps: int = 1,
+        weight_norm_every_n_steps: int = 10,
+        max_consecutive_skips: int = 20,
+    ) -> None:
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(
+                f"clip_norm={clip_norm}: give a number > 0, or None to log the norm without clipping."
+            )
+        for name, value in (
+            ("log_every_n_steps", log_every_n_steps),
+            ("weight_norm_every_n_steps", weight_norm_every_n_steps),
+            ("max_consecutive_skips", max_consecutive_skips),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value}: give a whole number >= 1.")
+        self.clip_norm = clip_norm
+        self.per_layer = per_layer
+        self.log_every_n_steps = log_every_n_steps
+        self.weight_norm_every_n_steps = weight_norm_every_n_steps
+        self.max_consecutive_skips = max_consecutive_skips
+        self.counts = Counts()
+        self._consecutive = 0
+        self._metrics: dict[str, float] | None = None
+        self._window: list[dict[str, Any]] = []  # samples and loss of each micro-batch since the last update
+        self._schedule: list[tuple[Any, dict[str, Any]]] | None = None  # to put back after a skipped update
+        self._names: dict[int, str] = {}
+        self._fault = ""
+
+    # -- start of a fit
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse what cannot be measured or would clip twice."""
+        if not pl_module.automatic_optimization:
+            raise RuntimeError(
+                f"GradNormMonitor needs automatic optimization, and {type(pl_module).__name__} sets "
+                "automatic_optimization = False: leave the optimizer's steps to Lightning, or clip in the module."
+            )
+        if self.clip_norm is not None and trainer.gradient_clip_val:
+            raise ValueError(
+                f"GradNormMonitor(clip_norm={self.clip_norm}) and Trainer(gradient_clip_val={trainer.gradient_clip_val}) "
+                "would both clip. Remove gradient_clip_val from the Trainer, or clip_norm from GradNormMonitor."
+            )
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        for optimizer in trainer.optimizers if scaler is not None else []:
+            # Set by torch's fused optimizers; Lightning leaves their gradients scaled, and reads the same attribute.
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                name = type(optimizer).__name__
+                raise RuntimeError(
+                    f"{name}(fused=True) divides gradients by the loss scale inside its own step, so a norm taken before "
+                    f"it would carry the scale. With fp16 use {name}(..., fused=False), or train with "
+                    "precision='bf16-mixed'."
+                )
+        self._names = {id(p): plain_name(n) for n, p in pl_module.named_parameters()}
+        self._window, self._metrics, self._schedule, self._consecutive = [], None, None, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts that continue after a restart."""
+        return asdict(self.counts)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+        self.counts = Counts(**state_dict)
+
+    # -- each micro-batch: who to name if its gradient is not finite
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the samples of this micro-batch."""
+        has_ids = isinstance(batch, dict) and "sample_ids" in batch
+        self._window.append(
+            {"samples": batch["sample_ids"] if has_ids else f"batch_idx {batch_idx}", "loss": None}
+        )
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Note the loss of this micro-batch."""
+        self._window[-1]["loss"] = loss.detach()
+
+    # -- each update
+
+    @torch.no_grad()
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Measure, then clip or skip."""
+        update = trainer.global_step + 1
+        parameters = _unique(p for group in optimizer.param_groups for p in group["params"])
+        weights: list[nn.Parameter] = []
+        if update <= 10 or update % self.weight_norm_every_n_steps == 0:
+            weights = _unique(pl_module.parameters())
+        with_grad = [p for p in parameters if p.grad is not None]
+        shares = _Shares(trainer, (*parameters, *weights))
+        squares = shares.squares([p.grad for p in with_grad], with_grad, pl_module.device)
+        weight_squares = shares.squares(weights, weights, pl_module.device)
+        layers = (
+            sorted({layer_of(self._names.get(id(p), "other")) for p in parameters}) if self.per_layer else []
+        )
+        index = [layers.index(layer_of(self._names.get(id(p), "other"))) for p in with_grad] if layers else []
+        by_layer = squares.new_zeros(len(layers))
+        if index:
+            by_layer.index_add_(0, torch.tensor(index, device=squares.device), squares)
+        num_grads = squares.new_tensor([float(len(with_grad))])
+        local = torch.cat((squares.sum()[None], num_grads, weight_squares.sum()[None], by_layer))
+        total, num_grads_anywhere, weight_total, *layer_totals = shares.sum_over_ranks(local).tolist()
+        if not math.isfinite(weight_total):
+            raise RuntimeError(
+                f"The parameters hold inf or NaN before update {update}: nothing after this can be trained. Go back to a "
+                "checkpoint from before; with GradNormMonitor on from the start no update makes them so."
+            )
+
+        metrics: dict[str, float] = {}
+        if num_grads_anywhere == 0 or not math.isfinite(total):
+            if num_grads_anywhere > 0:
+                self._consecutive += 1
+                self.counts.nonfinite += 1
+                self._fault = self._describe_fault(trainer, squares, with_grad)
+                rank_zero_warn(f"Update {update} is skipped: its gradient is not finite. {self._fault}")
+            self._skip(trainer, optimizer, parameters)
+        else:
+            norm = math.sqrt(total)
+            coefficient = self._clip(trainer, norm, [_local(p.grad) for p in with_grad])
+            self._consecutive = 0
+            self.counts.measured += 1
+            self.counts.clipped += coefficient < 1.0
+            metrics = {
+                "optim/grad_norm": norm,
+                "optim/clip_coefficient": coefficient,
+                "optim/clipped": float(coefficient < 1.0),
+            }
+            metrics.update(
+                {f"optim/grad_norm/{n}": math.sqrt(s) for n, s in zip(layers, layer_totals, strict=True)}
+            )
+        if self.counts.measured:
+            metrics["optim/clip_fraction"] = self.counts.clipped / self.counts.measured
+        metrics["optim/nonfinite_updates"] = float(self.counts.nonfinite)
+        metrics["optim/skipped_updates"] = float(self.counts.skipped)
+        if weights:
+            metrics["optim/weight_norm"] = math.sqrt(weight_total)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            metrics["optim/loss_scale"] = float(scaler.get_scale())
+        self._metrics = metrics
+
+    def _clip(self, trainer: pl.Trainer, norm: float, gradients: list[Tensor]) -> float:
+        if self.clip_norm is None:
+            is_by_norm = str(trainer.gradient_clip_algorithm or "norm").lower().endswith("norm")
+            limit = trainer.gradient_clip_val if is_by_norm else None
+            return (
+                clip_coefficient(norm + 1e-6, float(limit)) if limit else 1.0
+            )  # as clip_grad_norm_, which will clip
+        coefficient = clip_coefficient(norm, self.clip_norm)
+        if coefficient < 1.0 and gradients:
+            torch._foreach_mul_(gradients, coefficient)
+        return coefficient
+
+    def _skip(
+        self, trainer: pl.Trainer, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
+    ) -> None:
+        for p in parameters:
+            p.grad = None
+        self.counts.skipped += 1
+        steps = [
+            c.scheduler
+            for c in trainer.lr_scheduler_configs
+            if c.interval == "step" and not c.reduce_on_plateau
+        ]
+        if steps:  # Lightning will step them all the same; on_train_batch_end puts back what they say now
+            groups = [
+                {k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups
+            ]
+            self._schedule = [(s, copy.deepcopy(s.state_dict())) for s in steps]
+            self._schedule.append((optimizer, {"groups": groups}))
+
+    def _restore_schedule(self) -> None:
+        for target, state in self._schedule or []:
+            if isinstance(target, torch.optim.Optimizer):
+                for group, options in zip(target.param_groups, state["groups"], strict=True):
+                    group.update(options)
+            else:
+                target.load_state_dict(state)
+        self._schedule = None
+
+    def _describe_fault(self, trainer: pl.Trainer, squares: Tensor, with_grad: list[nn.Parameter]) -> str:
+        """Return which parameter and which samples, the same text on every rank. Collective; for faults only."""
+        bad = [i for i, ok in enumerate(torch.isfinite(squares).tolist()) if not ok]
+        order = {name: i for i, name in enumerate(self._names.values())}
+        name = self._names.get(id(with_grad[bad[0]]), "?") if bad else None
+        losses_ok = [m["loss"] is None or bool(torch.isfinite(m["loss"]).all()) for m in self._window]
+        samples = [
+            m["samples"].tolist() if isinstance(m["samples"], Tensor) else m["samples"] for m in self._window
+        ]
+        here = {
+            "name": name,
+            "bad": [s for s, ok in zip(samples, losses_ok, strict=True) if not ok],
+            "all": samples,
+        }
+        everywhere: list[Any] = [here]
+        if trainer.world_size > 1:
+            everywhere = [None] * trainer.world_size
+            torch.distributed.all_gather_object(everywhere, here)
+        names = [r["name"] for r in everywhere if r["name"] is not None]
+        first = min(names, key=lambda n: order.get(n, len(order))) if names else "?"
+        which = "bad" if any(r["bad"] for r in everywhere) else "all"
+        where = "; ".join(f"rank {rank}: {r[which]}" for rank, r in enumerate(everywhere) if r[which])
+        what = "whose loss is not finite" if which == "bad" else "of the update (each loss was finite)"
+        return f"First parameter with inf or NaN: {first}. Sample ids of the micro-batches {what}: {where}."
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log once per update; put schedulers back after a skip; stop when skips do not end."""
+        if self._metrics is None:
+            return
+        metrics, self._metrics, self._window = self._metrics, None, []
+        self._restore_schedule()
+        if trainer.global_step % self.log_every_n_steps == 0:
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.global_step)
+        for stale in [k for k in trainer.callback_metrics if k.startswith("optim/grad_norm")]:
+            trainer.callback_metrics.pop(stale)
+        trainer.callback_metrics.update({k: torch.tensor(v, dtype=torch.float64) for k, v in metrics.items()})
+        if self._consecutive >= self.max_consecutive_skips:
+            saved = _save_healthy(trainer)
+            raise RuntimeError(
+                f"{self._consecutive} updates in a row had a non-finite gradient (max_consecutive_skips). {self._fault} "
+                f"The weights are those of the last finite update. {saved}Look at these samples; a lower learning rate, "
+                "clip_norm= or precision='bf16-mixed' in place of fp16 are the usual remedies."
+            )
+
+
+class _Shares:
+    """How much of each parameter this rank holds, so that sums over ranks count every value once."""
+
+    def __init__(self, trainer: pl.Trainer, parameters: Iterable[Tensor]) -> None:
+        self.num_ranks = trainer.world_size
+        self.is_sharded, self._fsdp_share = False, 1.0
+        for p in parameters:
+            # FSDP1 marks parameters that it flattened and sharded by this attribute, and by nothing public.
+            if hasattr(p, "_fsdp_flattened"):
+                self.is_sharded = True
+                roots = FullyShardedDataParallel.fsdp_modules(trainer.strategy.model, root_only=True)  # type: ignore[arg-type]
+                self._fsdp_share = _fsdp_shards(roots[0]) / self.num_ranks
+                break
+            self.is_sharded = self.is_sharded or hasattr(p, "placements")
+
+    def _share(self, parameter: Any) -> float:
+        if not self.is_sharded:
+            return 1.0
+        if hasattr(
+            parameter, "placements"
+        ):  # a DTensor: replicas along the dimensions of its mesh that do not shard it
+            mesh = parameter.device_mesh
+            return 1.0 / math.prod(
+                mesh.size(i) for i, p in enumerate(parameter.placements) if p.is_replicate()
+            )
+        return self._fsdp_share if hasattr(parameter, "_fsdp_flattened") else 1.0 / self.num_ranks
+
+    def squares(self, tensors: list[Any], parameters: list[nn.Parameter], device: torch.device) -> Tensor:
+        """Return (len(tensors),) sums of squares, each times the share of its parameter that is this rank's to count."""
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        if not tensors:
+            return torch.zeros(0, dtype=dtype, device=device)
+        squares = torch.stack(sums_of_squares([_local(t) for t in tensors])).to(dtype)
+        if self.is_sharded:
+            squares *= torch.tensor([self._share(p) for p in parameters], dtype=dtype).to(
+                device, non_blocking=True
+            )
+        return squares
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Sum over ranks when parameters are sharded; otherwise every rank holds the same sums already."""
+        if self.is_sharded and self.num_ranks > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+
+def _fsdp_shards(root: FullyShardedDataParallel) -> int:
+    """Return over how many ranks FSDP1 shards: one under NO_SHARD, a node's under HYBRID_SHARD."""
+    return (
+        1
+        if root.sharding_strategy.name == "NO_SHARD"
+        else torch.distributed.get_world_size(root.process_group)
+    )
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # this rank's shard of a DTensor
+
+
+def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return list({id(p): p for p in parameters}.values())
+
+
+def _save_healthy(trainer: pl.Trainer) -> str:
+    """Save the weights beside the checkpoints of the Trainer's checkpoint callback; return a sentence about it."""
+    callbacks = trainer.checkpoint_callbacks
+    if not callbacks:
+        return ""
+    if any(getattr(callback, "save_on_exit", False) for callback in callbacks):
+        return "They are saved on exit. "
+    folder = getattr(callbacks[0], "dirpath", None) or trainer.default_root_dir
+    path = os.path.join(str(folder), f"healthy-step={trainer.global_step}.ckpt")
+    trainer.save_checkpoint(path)
+    return f"They are saved in {path}. "
