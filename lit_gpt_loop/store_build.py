@@ -1,0 +1,515 @@
+"""Writing a token store: in parallel, in bounded memory, the same bytes however it is done.
+
+Work items are tokenized by processes, each item into files of its own; the parent appends them in order. At most two items
+per process are on their way at a time. A part is written into a hidden folder beside its final place, flushed to disk and
+renamed, so a store is there as a whole or not at all, and one that is there is never touched.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lit_gpt_loop.corpus import Corpus, WorkItem
+from lit_gpt_loop.sample_order import permute
+from lit_gpt_loop.token_store import ITEM_DTYPE, SCHEMA, PartMeta, complete_parts, part_name
+from lit_gpt_loop.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    LibraryTokenizer,
+    TextTokenizer,
+    bpe_vocab_size,
+    gpt2_tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
+
+_TRAIN_BYTES = 64 * 2**20  # text that a BPE is trained on at most
+_BATCH_CHARACTERS = 2**20
+_LONG_DOCUMENT = 2**20  # characters; longer ones are encoded piece by piece if that gives the same tokens
+_FILES = ("tokens.bin", "document_ends.bin", "document_bytes.bin")
+
+
+class DocumentError(ValueError):
+    """A document that cannot be tokenized; `index` counts the documents of its work item."""
+
+    def __init__(self, index: int, problem: str, source: str) -> None:
+        super().__init__(index, problem, source)
+        self.index, self.problem, self.source = index, problem, source
+
+
+@dataclass(frozen=True)
+class _ItemResult:
+    folder: str
+    sha256: bytes
+    tokens: int
+    documents: int
+    empty: int
+    text_bytes: int
+
+
+def store_path(
+    data_dir: str | os.PathLike[str], corpus: Corpus, tokenizer: str, end_token: str | None = None
+) -> Path:
+    """Return the folder of the store for a corpus and a tokenizer word; another corpus or tokenizer has another folder.
+
+    Raises:
+        FileNotFoundError: the tokenizer is a path and there is no such file.
+    """
+    key = f"{SCHEMA} {corpus.source_key()} {tokenizer} {end_token}"
+    word = tokenizer.replace(":", "").replace("_", "")
+    if tokenizer not in ("bytes", "char", "gpt2") and bpe_vocab_size(tokenizer) is None:
+        key = f"{SCHEMA} {corpus.source_key()} {load_tokenizer(tokenizer, end_token).sha256} {end_token}"
+        word = Path(tokenizer).parent.name or Path(tokenizer).stem
+    name = "-".join(
+        "".join(c if c.isalnum() or c in "+._" else "_" for c in s)[:40] for s in (corpus.name, word)
+    )
+    return Path(data_dir) / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+
+
+def training_texts(corpus: Corpus, max_bytes: int = _TRAIN_BYTES) -> Iterator[str]:
+    """Yield the documents that a BPE is trained on: all of a small corpus, else an even share from items spread over it."""
+    items = corpus.items()
+    size = corpus.num_bytes()
+    chosen, share = items, max_bytes
+    if size is None or size > max_bytes:
+        number = min(len(items), 64)
+        chosen = [items[permute(i, len(items), seed=0)] for i in range(number)]
+        share = max_bytes // max(1, number)
+    for item in chosen:
+        left = share
+        for text in corpus.read(item):
+            yield text.encode("utf-8", errors="ignore").decode()[
+                :left
+            ]  # surrogates are reported when they are tokenized
+            left -= len(text)
+            if left <= 0:
+                break
+
+
+def make_tokenizer(word: str, corpus: Corpus | None, end_token: str | None = None) -> TextTokenizer:
+    """Return the tokenizer that a word or path names; `bpe:N` and `char` are made from the corpus.
+
+    Raises:
+        ValueError, FileNotFoundError: see `tokenizer.py`.
+    """
+    if word == "bytes":
+        return ByteTokenizer()
+    if word == "gpt2":
+        return gpt2_tokenizer()
+    if corpus is None and (word == "char" or bpe_vocab_size(word) is not None):
+        raise ValueError(
+            f"the tokenizer {word} is made from a corpus: leave it out to take the one of the store"
+        )
+    if word == "char":
+        assert corpus is not None
+        characters: set[str] = set()
+        for text in corpus.documents():
+            characters.update(text)
+        return CharTokenizer("".join(c for c in characters if not 0xD800 <= ord(c) < 0xE000))
+    if (size := bpe_vocab_size(word)) is not None:
+        assert corpus is not None
+        return train_bpe(training_texts(corpus), size)
+    return load_tokenizer(word, end_token)
+
+
+def split_long(text: str, limit: int = _LONG_DOCUMENT) -> list[str]:
+    """Cut `text` into pieces of about `limit` characters, each between a line end and a character that is no white space.
+
+    Byte-level pre-tokenizers never join text across such a place, provided that no white space stands before the line end
+    either, so the tokens of the pieces are the tokens of the whole.
+    """
+    pieces, start = [], 0
+    while len(text) - start > limit:
+        cut = text.find("\n", start + limit)
+        while cut > 0 and (cut + 1 >= len(text) or text[cut - 1].isspace() or text[cut + 1].isspace()):
+            cut = text.find("\n", cut + 1)
+        if cut < 0:
+            break
+        pieces.append(text[start : cut + 1])
+        start = cut + 1
+    return [*pieces, text[start:]]
+
+
+def encode_documents(tokenizer: TextTokenizer, texts: list[str]) -> list[np.ndarray]:
+    """Return the tokens of each text followed by exactly one end token; an array of length 0 for a text without tokens."""
+    is_byte_level = isinstance(tokenizer, LibraryTokenizer) and tokenizer.is_byte_level
+    pieces = [split_long(t) if is_byte_level else [t] for t in texts]
+    encoded = iter(tokenizer.encode_batch([p for document in pieces for p in document]))
+    result = []
+    for document in pieces:
+        ids = np.concatenate([next(encoded) for _ in document])
+        while len(ids) and ids[-1] == tokenizer.eot_id:  # a tokenizer that adds its own
+            ids = ids[:-1]
+        result.append(np.append(ids, tokenizer.eot_id) if len(ids) else ids)
+    return result
+
+
+def _tokenize_item(
+    corpus: Corpus, tokenizer: TextTokenizer, item: WorkItem, folder: str, dtype: str, batch_documents: int
+) -> _ItemResult:
+    """Write the tokens and documents of one item into `folder`."""
+    os.makedirs(folder)
+    num_tokens = num_documents = num_empty = text_bytes = seen = 0
+    digests = {name: hashlib.sha256() for name in _FILES}
+    source = (
+        item.pieces[0].source
+        if len(item.pieces) == 1
+        else f"{item.pieces[0].source} ... {item.pieces[-1].source}"
+    )
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(open(os.path.join(folder, name), "wb")) for name in _FILES}
+
+        def write(texts: list[str], sizes: list[int]) -> None:
+            nonlocal num_tokens, num_documents, num_empty, text_bytes
+            kept = [
+                (ids, size)
+                for ids, size in zip(encode_documents(tokenizer, texts), sizes, strict=True)
+                if len(ids)
+            ]
+            num_empty += len(texts) - len(kept)
+            if not kept:
+                return
+            lengths = np.array([len(ids) for ids, _ in kept], dtype="<i8")
+            arrays = (
+                np.concatenate([ids for ids, _ in kept]).astype(dtype),
+                num_tokens + np.cumsum(lengths, dtype="<i8"),
+                np.array([size for _, size in kept], dtype="<i8"),
+            )
+            for name, array in zip(_FILES, arrays, strict=True):
+                data = array.tobytes()
+                digests[name].update(data)
+                files[name].write(data)
+            num_tokens += int(lengths.sum())
+            num_documents += len(kept)
+            text_bytes += int(arrays[2].sum())
+
+        texts: list[str] = []
+        sizes: list[int] = []
+        characters = 0
+        for text in corpus.read(item):
+            try:
+                size = len(text.encode("utf-8"))
+            except UnicodeEncodeError as e:
+                problem = f"holds a lone surrogate (U+{ord(text[e.start]):04X}) at character {e.start}, which is no text"
+                raise DocumentError(seen, problem, source) from None
+            seen += 1
+            if not text.strip():
+                num_empty += 1
+                continue
+            texts.append(text)
+            sizes.append(size)
+            characters += len(text)
+            if len(texts) >= batch_documents or characters >= _BATCH_CHARACTERS:
+                write(texts, sizes)
+                texts, sizes, characters = [], [], 0
+        write(texts, sizes)
+    digest = hashlib.sha256(b"".join(digests[name].digest() for name in _FILES)).digest()
+    return _ItemResult(folder, digest, num_tokens, num_documents, num_empty, text_bytes)
+
+
+_worker: tuple[Corpus, TextTokenizer] | None = None
+
+
+def _start_worker(corpus: Corpus, tokenizer: TextTokenizer) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "false"  # processes are the parallelism; threads after a fork can hang
+    )
+    _worker = (corpus, tokenizer)
+
+
+def _work(item: WorkItem, folder: str, dtype: str, batch_documents: int) -> _ItemResult:
+    assert _worker is not None
+    return _tokenize_item(*_worker, item, folder, dtype, batch_documents)
+
+
+def _results(
+    corpus: Corpus,
+    tokenizer: TextTokenizer,
+    items: list[WorkItem],
+    folder: Path,
+    dtype: str,
+    processes: int,
+    batch: int,
+) -> Iterator[_ItemResult]:
+    """Yield the results in the order of the items."""
+    jobs = ((item, str(folder / f"item-{i:08d}"), dtype, batch) for i, item in enumerate(items))
+    if processes == 1:
+        for job in jobs:
+            yield _tokenize_item(corpus, tokenizer, *job)
+        return
+    # Forked where possible: a spawned process would first import torch and Lightning for seconds.
+    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    with ProcessPoolExecutor(
+        processes,
+        multiprocessing.get_context(method),
+        initializer=_start_worker,
+        initargs=(corpus, tokenizer),
+    ) as pool:
+        pending: deque[Future[_ItemResult]] = deque()
+        try:
+            for job in jobs:
+                pending.append(pool.submit(_work, *job))
+                if len(pending) >= 2 * processes:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+@contextlib.contextmanager
+def _progress(total: int, title: str, show: bool) -> Iterator[Any]:
+    """Give a function (items done, tokens) that draws a bar on a terminal, or prints a line now and then elsewhere."""
+    if show and sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (
+                "{task.description}",
+                BarColumn(),
+                TextColumn("{task.fields[tokens]:,} tokens"),
+                TimeRemainingColumn(),
+            )
+            with Progress(*columns, console=Console(stderr=True)) as bar:
+                task = bar.add_task(title, total=total, tokens=0)
+                yield lambda done, tokens: bar.update(task, completed=done, tokens=tokens)
+            return
+    started = last = time.monotonic()
+
+    def line(done: int, tokens: int) -> None:
+        nonlocal last
+        if show and (time.monotonic() - last > 10 or done == total):
+            last = time.monotonic()
+            print(
+                f"{title}: {done}/{total} items, {tokens:,} tokens, {last - started:.0f} s", file=sys.stderr
+            )
+
+    yield line
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold a lock file, so that nodes on one file system do not write the same part side by side."""
+    with path.open("a") as f:
+        with contextlib.suppress(OSError):  # a file system without locks: the rename at the end still decides
+            fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+def _no_space(store: Path, needed: str) -> RuntimeError:
+    usage = shutil.disk_usage(store if store.exists() else store.parent)
+    return RuntimeError(
+        f"no disk space to prepare {store}: {needed}, {usage.free / 2**20:,.0f} MiB are free. What was written of it is removed again and "
+        f"stores that were there are as they were. Free some, or choose another place with `--data.data_dir`."
+    )
+
+
+def _publish_tokenizer(store: Path, word: str, corpus: Corpus, end_token: str | None) -> TextTokenizer:
+    """Return the store's tokenizer, made now if this is the first job to come here."""
+    final = store / "tokenizer.json"
+    if not final.exists():
+        tokenizer = make_tokenizer(word, corpus, end_token)
+        beside = store / f".tokenizer-{uuid.uuid4().hex}"
+        try:
+            tokenizer.save(beside)
+            _sync(beside)
+            with contextlib.suppress(FileExistsError):  # another job was first: its tokenizer is everyone's
+                os.link(beside, final)
+        finally:
+            beside.unlink(missing_ok=True)
+    return load_tokenizer(final, end_token)
+
+
+def build_store(
+    corpus: Corpus,
+    tokenizer: str = "bpe:4096",
+    data_dir: str | os.PathLike[str] = "data",
+    end_token: str | None = None,
+    part: tuple[int, int] = (1, 1),
+    num_processes: int = 1,
+    batch_documents: int = 256,
+    progress: bool = True,
+) -> Path:
+    """Prepare a corpus, or one part of it, unless that is done already; return the store's folder.
+
+    Args:
+        corpus: the documents.
+        tokenizer: a word or path (`tokenizer.py`).
+        data_dir: folder that holds the stores.
+        end_token: name of the end token in a `tokenizer.json`.
+        part: (I, N), from (1, N) to (N, N): write the I-th of N parts.
+        num_processes: processes that tokenize. With 1, the tokenizers library uses threads.
+        batch_documents: documents encoded at a time; no effect on what is written.
+        progress: show how far it is.
+
+    Raises:
+        ValueError: a document that is no text (named by its index among all documents), a corpus without text, a bad part.
+        RuntimeError: no disk space.
+    """
+    index, num_parts = part
+    if not 1 <= index <= num_parts:
+        raise ValueError(f"part {index}/{num_parts}: write I/N with 1 <= I <= N")
+    if num_processes < 1:
+        raise ValueError(f"num_processes={num_processes}: at least 1")
+    store = store_path(data_dir, corpus, tokenizer, end_token)
+    final = store / part_name(index, num_parts)
+    if final.exists() or complete_parts(store) is not None:
+        return store
+    created = [p for p in (store, *store.parents) if not p.exists()]
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+        with _lock(store / f".lock-{final.name}"):
+            for left in store.glob(
+                f".{final.name}.*"
+            ):  # of a job that was killed; the lock says that nobody writes it
+                shutil.rmtree(left, ignore_errors=True)
+            if not final.exists():
+                _build_part(
+                    corpus, tokenizer, store, end_token, part, num_processes, batch_documents, progress
+                )
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _no_space(store, "the disk was full while writing") from e
+        raise
+    finally:
+        if not (store / "tokenizer.json").exists():  # failed before anything worth keeping was there
+            (store / f".lock-{final.name}").unlink(missing_ok=True)
+            for folder in created:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+    return store
+
+
+def _check_space(
+    corpus: Corpus, tokenizer: TextTokenizer, store: Path, num_parts: int, itemsize: int
+) -> None:
+    size = corpus.num_bytes()
+    if size is None:
+        return
+    bytes_per_token = 1 if tokenizer.vocab_size <= 257 or isinstance(tokenizer, CharTokenizer) else 5
+    needed = size // num_parts // bytes_per_token * itemsize
+    if shutil.disk_usage(store).free < needed:
+        raise _no_space(
+            store, f"about {needed / 2**20:,.0f} MiB are needed for {size / 2**20:,.0f} MiB of text"
+        )
+
+
+def _build_part(
+    corpus: Corpus,
+    word: str,
+    store: Path,
+    end_token: str | None,
+    part: tuple[int, int],
+    processes: int,
+    batch: int,
+    progress: bool,
+) -> None:
+    index, num_parts = part
+    tokenizer = _publish_tokenizer(store, word, corpus, end_token)
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+    _check_space(corpus, tokenizer, store, num_parts, dtype.itemsize)
+    every = corpus.items()
+    items = every[(index - 1) * len(every) // num_parts : index * len(every) // num_parts]
+    folder = store / f".{part_name(*part)}.{uuid.uuid4().hex}"
+    folder.mkdir()
+    done = empty = tokens = documents = text_bytes = 0
+    tokens_hash = hashlib.sha256()
+    try:
+        with contextlib.ExitStack() as stack:
+            files = {n: stack.enter_context((folder / n).open("wb")) for n in (*_FILES, "items.bin")}
+            title = f"tokenizing {corpus.name}" + (f", part {index}/{num_parts}" if num_parts > 1 else "")
+            show = stack.enter_context(_progress(len(items), title, progress))
+            for result in _results(corpus, tokenizer, items, folder, dtype.str, processes, batch):
+                for name in _FILES:
+                    path = Path(result.folder) / name
+                    if name == "document_ends.bin":
+                        files[name].write((np.fromfile(path, dtype="<i8") + tokens).astype("<i8").tobytes())
+                        continue
+                    with path.open("rb") as source:
+                        while data := source.read(2**22):
+                            if name == "tokens.bin":
+                                tokens_hash.update(data)
+                            files[name].write(data)
+                shutil.rmtree(result.folder)
+                files["items.bin"].write(
+                    np.array(
+                        [(np.void(result.sha256), result.tokens, result.documents)], dtype=ITEM_DTYPE
+                    ).tobytes()
+                )
+                done += 1
+                tokens += result.tokens
+                documents += result.documents
+                empty += result.empty
+                text_bytes += result.text_bytes
+                show(done, tokens)
+            for f in files.values():
+                f.flush()
+                os.fsync(f.fileno())
+        if not documents and num_parts == 1:
+            raise ValueError(f"the corpus {corpus.name} has no text: {empty} documents, all of them empty.")
+        meta = PartMeta(
+            schema=SCHEMA,
+            part=index,
+            num_parts=num_parts,
+            corpus=corpus.name,
+            source_key=corpus.source_key(),
+            tokenizer=word,
+            tokenizer_sha256=tokenizer.sha256,
+            end_token=tokenizer.end_token if isinstance(tokenizer, LibraryTokenizer) else None,
+            eot_id=tokenizer.eot_id,
+            vocab_size=tokenizer.vocab_size,
+            dtype=dtype.str,
+            tokens=tokens,
+            documents=documents,
+            empty_documents=empty,
+            text_bytes=text_bytes,
+            items=len(items),
+            tokens_sha256=tokens_hash.hexdigest(),
+        )
+        (folder / "meta.json").write_text(meta.to_json())
+        _sync(folder / "meta.json")
+        _sync(folder)
+        try:
+            os.rename(folder, store / part_name(*part))
+        except OSError:  # on a file system without locks another job may have been first, with the same bytes
+            if not (store / part_name(*part)).exists():
+                raise
+        _sync(store)
+    except DocumentError as e:
+        # The documents of the items before this one were counted when their results came in.
+        if index == 1:
+            which = f"document {documents + empty + e.index}"
+        else:
+            which = f"document {documents + empty + e.index} of part {index}/{num_parts}"
+        raise ValueError(
+            f"{which} (counted from 0; in {e.source}) {e.problem}. Clean it, for example with "
+            f"`text.encode('utf-8', 'replace').decode()`, or leave the document out."
+        ) from e
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
