@@ -54,6 +54,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
 
+from lit_gpt_loop.dist_checkpoint import NameKeyedCheckpoints
+
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -138,7 +140,7 @@ def _same_weights_on_all_ranks(model: nn.Module, group: Any = None) -> None:
         dist.broadcast(tensor.detach(), group_src=0, group=group)
 
 
-class OneDevice(SingleDeviceStrategy):
+class OneDevice(NameKeyedCheckpoints, SingleDeviceStrategy):
     """One process on one device, the one that the Trainer's `accelerator` and `devices` name."""
 
     def __init__(self) -> None:
@@ -165,7 +167,7 @@ class OneDevice(SingleDeviceStrategy):
         return self._devices[0] if self._devices else super().root_device
 
 
-class DDP(DDPStrategy):
+class DDP(NameKeyedCheckpoints, DDPStrategy):
     """A copy of the model on every rank; gradients exchanged once per update, in fp32.
 
     Args:
@@ -273,7 +275,7 @@ class AnyDeviceFSDPPrecision(FSDPPrecision):
         self.root.clip_grad_norm_(clip_val)
 
 
-class FSDP(FSDPStrategy):
+class FSDP(NameKeyedCheckpoints, FSDPStrategy):
     """Parameters, gradients and moments sharded over the ranks by `FullyShardedDataParallel` (FSDP1).
 
     Args:
@@ -377,7 +379,7 @@ class FSDP(FSDPStrategy):
             yield
 
 
-class FSDP2(ModelParallelStrategy):
+class FSDP2(NameKeyedCheckpoints, ModelParallelStrategy):
     """Parameters, gradients and moments sharded over the ranks by `fully_shard` (FSDP2).
 
     The LightningModule shards its network in `configure_model`:
