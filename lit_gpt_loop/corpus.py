@@ -304,7 +304,8 @@ def find_files(spec: str) -> list[str]:
         rule = f"there is no file {spec} (from {os.getcwd()})"
     if not found:
         raise FileNotFoundError(
-            f"corpus: {rule}. A corpus is factbook, kjv, sympy, installed, a path, a glob, a folder, or hf:NAME for datasets.load_dataset."
+            f"corpus: {rule}. A corpus is factbook, kjv, sympy, installed, a path, a glob, a folder, "
+            f"or hf:NAME for datasets.load_dataset; `--data.store FOLDER` reads a prepared store without its corpus."
         )
     return sorted(found)
 

@@ -13,9 +13,12 @@ Works with any LightningModule. A batch is a dict:
 
 The training stream is endless: `max_steps` ends a run, epochs are counted but mark nothing. Its position is
 `samples_consumed`, which follows from the updates that happened, never from batches that were fetched.
+
+One class, whose signature is the schema of the `data:` section; what it does stands in the files of the steps before. With
+every argument explained it is longer than files here are otherwise.
 """
 
-import math
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -23,29 +26,19 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_gpt_loop import sample_order
 from lit_gpt_loop.corpus import Corpus, open_corpus
 from lit_gpt_loop.loaders import EvalLoader, LoaderOptions, TrainLoader
-from lit_gpt_loop.packing import (
-    TEST,
-    TRAIN,
-    VAL,
-    DocumentRows,
-    PackedBlocks,
-    split_by_document,
-    split_tail,
-    target_bytes,
-)
-from lit_gpt_loop.store_build import build_store, make_tokenizer, store_path
+from lit_gpt_loop.packing import TEST, TRAIN, VAL
+from lit_gpt_loop.splits import Evaluation, Splits, SplitSpec
+from lit_gpt_loop.store_build import build_store, store_path
+from lit_gpt_loop.stream_training import check_limits, realign_micro_batches, set_accumulation
 from lit_gpt_loop.token_store import TokenStore
 from lit_gpt_loop.tokenizer import TextTokenizer, bpe_vocab_size
-
-_DEFAULT_TOKENIZER = "bpe:4096"
-_SPLIT_NAMES = {TRAIN: "train", VAL: "val", TEST: "test"}
+from lit_gpt_loop.tokenizer_choice import make_tokenizer
 
 
 class TextDataModule(pl.LightningDataModule):
@@ -121,16 +114,9 @@ class TextDataModule(pl.LightningDataModule):
         pin_memory: bool | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("context_length", context_length), ("micro_batch_size", micro_batch_size)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: at least 1")
-        if min(val_fraction, test_fraction) < 0 or val_fraction + test_fraction >= 1:
-            raise ValueError(
-                f"val_fraction={val_fraction} and test_fraction={test_fraction}: neither below 0, and together below 1, "
-                f"so that something is left to train on"
-            )
-        if val_split not in ("document", "tail"):
-            raise ValueError(f"val_split={val_split!r}: document or tail")
+        self.spec = SplitSpec(context_length, seed, packed, val_split, val_fraction, test_fraction)
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size={micro_batch_size}: at least 1")
         if global_batch_tokens is not None:
             if global_batch_size is not None:
                 raise ValueError(
@@ -144,31 +130,23 @@ class TextDataModule(pl.LightningDataModule):
                 )
         self.corpus_spec, self.corpus_options = corpus, corpus_options
         self.text_field, self.document_separator = text_field, document_separator
-        self.tokenizer_word, self.end_token = tokenizer, end_token
-        self.data_dir, self.prepare_processes = data_dir, prepare_processes
+        self.end_token, self.data_dir, self.prepare_processes = end_token, data_dir, prepare_processes
         self.context_length, self.micro_batch_size = context_length, micro_batch_size
-        self.global_batch_size = global_batch_size
-        self.packed, self.in_document_attention, self.shuffle, self.seed = (
-            packed,
-            in_document_attention,
-            shuffle,
-            seed,
-        )
-        self.val_split, self.val_fraction, self.test_fraction = val_split, val_fraction, test_fraction
+        self.global_batch_size, self.in_document_attention = global_batch_size, in_document_attention
+        self.shuffle, self.seed, self.num_workers, self.pin_memory = shuffle, seed, num_workers, pin_memory
         self._limits = {TRAIN: limit_train_blocks, VAL: limit_val_blocks, TEST: limit_test_blocks}
-        self.num_workers, self.pin_memory = num_workers, pin_memory
-
-        self._store: TokenStore | None = None
-        self._samples: dict[int, PackedBlocks | DocumentRows] = {}
         self._given_store = Path(store) if store is not None else None
-        if self._given_store is None:
-            self.tokenizer_word = tokenizer or _DEFAULT_TOKENIZER
+        # With a store given, no word means the store's own tokenizer.
+        self._tokenizer_word = tokenizer or ("" if store is not None else "bpe:4096")
+        self._splits: Splits | None = None
         self.vocab_size, self.eot_id = self._vocabulary()
         self.pad_id = self.eot_id
         self._base_samples = self._base_step = 0  # position when the trainer stood at `_base_step` updates
         self._base_trainer: pl.Trainer | None = None
-        self._accumulation_we_set: int | None = None
-        self._loaded_accumulation: int | None = None
+        self._accumulation_set: int | None = None
+        self._saved_accumulation: int | None = (
+            None  # of a checkpoint whose micro-batch counters are still to be realigned
+        )
 
     # ---- corpus, tokenizer, store
 
@@ -182,38 +160,58 @@ class TextDataModule(pl.LightningDataModule):
         """The folder of the token store, prepared or not."""
         if self._given_store is not None:
             return self._given_store
-        return store_path(self.data_dir, self.corpus, self.tokenizer_word or "", self.end_token)
+        return store_path(self.data_dir, self.corpus, self._tokenizer_word, self.end_token)
 
     def _vocabulary(self) -> tuple[int, int]:
         """Return (vocabulary size, end token) from the arguments; reads the corpus for `char` only."""
-        word = self.tokenizer_word or ""
         if self._given_store is not None:
-            opened = TokenStore(self._given_store)
-            return opened.vocab_size, opened.eot_id
-        if word == "gpt2":
+            store = self._open_store()
+            return store.vocab_size, store.eot_id
+        if self._tokenizer_word == "gpt2":
             return 50257, 50256
-        if (size := bpe_vocab_size(word)) is not None:
+        if (size := bpe_vocab_size(self._tokenizer_word)) is not None:
             return size, 0
         return self.tokenizer.vocab_size, self.tokenizer.eot_id
 
-    @cached_property
+    @property
     def tokenizer(self) -> TextTokenizer:
-        """The tokenizer; one that is trained on the corpus exists once the store is prepared.
+        """The tokenizer; one that is trained on the corpus exists once that is prepared.
 
         Raises:
             RuntimeError: it does not exist yet.
         """
-        if self._store is not None:
-            return self._store.tokenizer
-        word = self.tokenizer_word or ""
-        if self._given_store is not None or bpe_vocab_size(word) is not None:
-            if not (self.store_path / "tokenizer.json").is_file():
-                raise RuntimeError(
-                    f"the tokenizer {word} is trained when the corpus is prepared: call `prepare_data()` first, or run "
-                    f"`python -m recipes.prepare`."
+        if self._splits is not None:
+            return self._splits.store.tokenizer
+        return self._early_tokenizer
+
+    @cached_property
+    def _early_tokenizer(self) -> TextTokenizer:
+        word = self._tokenizer_word
+        if self._given_store is None and bpe_vocab_size(word) is None:
+            return make_tokenizer(word, self.corpus if word == "char" else None, self.end_token)
+        if not (self.store_path / "tokenizer.json").is_file():
+            raise RuntimeError(
+                f"the tokenizer {word} is trained when the corpus is prepared: call `prepare_data()` first, or run "
+                f"`python -m recipes.prepare`."
+            )
+        return self._open_store().tokenizer
+
+    def _open_store(self) -> TokenStore:
+        store = TokenStore(self.store_path)
+        word = self._tokenizer_word
+        if self._given_store is None or not word:
+            return store
+        if (
+            word == "char" or bpe_vocab_size(word) is not None
+        ):  # made from whatever corpus the store was made from
+            if store.meta.tokenizer != word:
+                raise ValueError(
+                    f"the token store {store.path} was written with the tokenizer {store.meta.tokenizer}, not with {word}: leave out "
+                    f"`--data.tokenizer`, or give the store of that tokenizer."
                 )
-            return TokenStore(self.store_path).tokenizer
-        return make_tokenizer(word, self.corpus if word == "char" else None, self.end_token)
+        else:
+            store.check_tokenizer(make_tokenizer(word, None, self.end_token).sha256, word)
+        return store
 
     def prepare_data(self) -> None:
         """Tokenize the corpus unless that is done. Lightning calls this on one process of each node."""
@@ -223,34 +221,44 @@ class TextDataModule(pl.LightningDataModule):
     def prepare(
         self, part: tuple[int, int] = (1, 1), num_processes: int | None = None, progress: bool = True
     ) -> Path:
-        """Tokenize the corpus, or part I of N, unless that is done; return the store's folder. See `build_store`."""
+        """Tokenize the corpus, or part I of N, unless that is done; return the store's folder. See `build_store`.
+
+        Raises:
+            ValueError: a store was given, which needs no preparing; a document that is no text.
+            RuntimeError: no disk space.
+        """
+        if self._given_store is not None:
+            raise ValueError(
+                f"store={self._given_store} is prepared already: leave it out to prepare a corpus"
+            )
+        processes = self.prepare_processes if num_processes is None else num_processes
         return build_store(
             self.corpus,
-            self.tokenizer_word or "",
+            self._tokenizer_word,
             self.data_dir,
             self.end_token,
             part,
-            num_processes or self.prepare_processes,
+            processes,
             progress=progress,
         )
 
     @property
-    def store(self) -> TokenStore:
-        """The opened token store.
+    def splits(self) -> Splits:
+        """The training, validation and test samples.
 
         Raises:
             RuntimeError: `setup` was not called yet.
         """
-        if self._store is None:
+        if self._splits is None:
             raise RuntimeError(
                 "the data is not set up: call `prepare_data()` and `setup()`, as the Trainer does"
             )
-        return self._store
+        return self._splits
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the tokenized data, for manifests."""
-        return self.store.fingerprint
+        return self.splits.store.fingerprint
 
     # ---- set-up
 
@@ -259,86 +267,23 @@ class TextDataModule(pl.LightningDataModule):
 
         Raises:
             FileNotFoundError: the store was not prepared.
-            ValueError: a corpus shorter than a block; a batch that does not divide; Trainer arguments that do not fit an endless stream.
+            ValueError: a corpus shorter than a block; a batch that does not divide; Trainer arguments that do not go with an endless
+                stream.
         """
-        if self._store is None:
-            store = TokenStore(self.store_path)
-            if self._given_store is not None and self.tokenizer_word is not None:
-                wanted = make_tokenizer(self.tokenizer_word, None, self.end_token)
-                store.check_tokenizer(wanted.sha256, self.tokenizer_word)
-            self._samples = self._split(store)
-            self._store = store
-            self.__dict__.pop("tokenizer", None)
-            rank_zero_info(self.summary())
-        if self.trainer is not None and stage == "fit":
-            self._settle_trainer(self.trainer)
-
-    def _split(self, store: TokenStore) -> dict[int, PackedBlocks | DocumentRows]:
-        if self.val_split == "tail":
-            streams = split_tail(store, self.val_fraction, self.test_fraction)
-        else:
-            streams = split_by_document(store, self.seed, self.val_fraction, self.test_fraction)
-        samples: dict[int, PackedBlocks | DocumentRows] = {}
-        for kind, stream in zip((TRAIN, VAL, TEST), streams, strict=True):
-            if self.packed:
-                samples[kind] = PackedBlocks(
-                    stream, self.context_length, self.pad_id, keep_tail=kind != TRAIN
-                )
-            else:
-                samples[kind] = DocumentRows(stream, self.context_length, self.pad_id)
-        if not samples[TRAIN].num_samples:
-            raise ValueError(
-                f"the training split of {store.path} has {streams[TRAIN].num_tokens} tokens, fewer than one block of "
-                f"context_length + 1 = {self.context_length + 1}: take a larger corpus or `--data.context_length` "
-                f"{max(1, streams[TRAIN].num_tokens - 1)} or less."
-            )
-        if self.val_fraction > 0 and not samples[VAL].num_samples:
-            raise ValueError(
-                f"the validation split of {store.path} has {streams[VAL].num_tokens} tokens; it takes 2 to predict one. "
-                f"Raise `--data.val_fraction`, now {self.val_fraction}."
-            )
-        return samples
-
-    def _settle_trainer(self, trainer: pl.Trainer) -> None:
-        """Set accumulation and refuse what does not go with an endless stream."""
-        if trainer is not self._base_trainer:
-            self._base_trainer, self._base_samples, self._base_step = trainer, 0, 0
-            self._loaded_accumulation = self._accumulation_we_set = None
-        if any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks):  # type: ignore[attr-defined]
-            raise ValueError(
-                "GradientAccumulationScheduler changes the global batch during a run: leave it out."
-            )
+        if self._splits is None:
+            self._splits = Splits(self._open_store(), self.spec, self._limits)
+            rank_zero_info(self._splits.summary())
+        if self.trainer is None or stage != "fit":
+            return
+        if self.trainer is not self._base_trainer:  # a new run; a checkpoint's position is loaded after this
+            self._base_trainer, self._base_samples, self._base_step = self.trainer, 0, 0
+            self._accumulation_set = self._saved_accumulation = None
         world_size = self._layout()[1]
         needed = self.accumulation(world_size)
-        if trainer.accumulate_grad_batches not in (1, needed, self._accumulation_we_set):
-            raise ValueError(
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), but global_batch_size={self.global_batch_size} in "
-                f"micro-batches of {self.micro_batch_size} on {world_size} ranks takes {needed}: leave accumulate_grad_batches out, "
-                f"or leave global_batch_size out."
-            )
-        if trainer.lightning_module is None or trainer.lightning_module.automatic_optimization:
-            trainer.accumulate_grad_batches = self._accumulation_we_set = needed
-        limit = trainer.limit_train_batches
-        if (overfit := getattr(trainer, "overfit_batches", 0)) > 0:  # the Trainer does not declare it
-            raise ValueError(
-                f"Trainer(overfit_batches={overfit}): use `--data.limit_train_blocks N` to train on the same N blocks again and again."
-            )
-        if isinstance(limit, float) and limit != 1.0:
-            raise ValueError(
-                f"Trainer(limit_train_batches={limit}) is a share of an endless stream: use max_steps, or limit_train_blocks."
-            )
-        if isinstance(limit, int) and limit % needed and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"Trainer(limit_train_batches={limit}) cuts a window of {needed} micro-batches: take a multiple of {needed}, for "
-                f"example {math.ceil(limit / needed) * needed}."
-            )
-        if trainer.max_steps == -1 and trainer.max_epochs != -1 and not isinstance(limit, int):
-            per_epoch = self.samples_per_epoch / self.samples_per_update
-            asked = f"max_epochs={trainer.max_epochs} is {math.ceil(per_epoch * (trainer.max_epochs or 1))} updates"
-            raise ValueError(
-                f"the training stream is endless, so max_epochs does not end it: set Trainer(max_steps=...). One epoch of this "
-                f"corpus is {per_epoch:.1f} updates, {asked}; max_epochs=-1 without max_steps runs until it is stopped."
-            )
+        batch = f"global_batch_size={self.global_batch_size} in micro-batches of {self.micro_batch_size} on {world_size} ranks"
+        set_accumulation(self.trainer, needed, self._accumulation_set, batch)
+        self._accumulation_set = needed
+        check_limits(self.trainer, needed, self.samples_per_epoch / self.samples_per_update)
 
     def _layout(self) -> tuple[int, int]:
         """Return (rank, number of ranks) that share the data; without a trainer (0, 1)."""
@@ -366,8 +311,7 @@ class TextDataModule(pl.LightningDataModule):
     @property
     def samples_per_epoch(self) -> int:
         """Rows in one pass over the training split."""
-        n, limit = self._samples[TRAIN].num_samples, self._limits[TRAIN]
-        return n if limit is None else min(n, limit)
+        return self.splits.samples_per_epoch
 
     @property
     def samples_consumed(self) -> int:
@@ -381,21 +325,17 @@ class TextDataModule(pl.LightningDataModule):
         return self.samples_consumed / self.samples_per_epoch
 
     def _identity(self) -> dict[str, Any]:
+        """Return what a position is a position in."""
         return {
             "fingerprint": self.fingerprint,
-            "context_length": self.context_length,
-            "seed": self.seed,
+            **asdict(self.spec),
             "shuffle": self.shuffle,
-            "packed": self.packed,
-            "val_split": self.val_split,
-            "val_fraction": self.val_fraction,
-            "test_fraction": self.test_fraction,
             "samples_per_epoch": self.samples_per_epoch,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what it is a position in; independent of ranks, workers and micro-batch size."""
-        if self._store is None:
+        """Return the position and what it is one in; independent of ranks, workers and micro-batch size."""
+        if self._splits is None:
             return {}
         return {
             "samples_consumed": self.samples_consumed,
@@ -412,37 +352,26 @@ class TextDataModule(pl.LightningDataModule):
         """
         if not state_dict or (self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING):
             return
-        if self._store is not None:
-            now = self._identity()
-            different = [
-                f"{k} was {state_dict.get(k)!r}, is {v!r}" for k, v in now.items() if state_dict.get(k) != v
-            ]
-            if different:
-                raise ValueError(
-                    "the checkpoint's position does not fit this data: "
-                    + "; ".join(different)
-                    + ". Use the values of the run that "
-                    "wrote it; to train its weights on other data, start a new run from the weights alone."
-                )
+        now = self._identity()
+        different = [
+            f"{k} was {state_dict.get(k)!r}, is {v!r}" for k, v in now.items() if state_dict.get(k) != v
+        ]
+        if different:
+            raise ValueError(
+                "the checkpoint's position does not fit this data: "
+                + "; ".join(different)
+                + ". Use the values of the run that wrote "
+                "it; to train its weights on other data, start a new run from the weights alone."
+            )
         self._base_samples = int(state_dict["samples_consumed"])
         self._base_step = int(state_dict["global_step"])
-        self._loaded_accumulation = int(state_dict["accumulation"])
+        self._saved_accumulation = int(state_dict["accumulation"])
 
     def _start(self) -> int:
-        """Return the position, called when the first training batch is wanted; set Lightning's micro-batch counters to match.
-
-        Lightning counts micro-batches and steps when accumulate_grad_batches divides the count. After a checkpoint in the middle
-        of a window, or with another accumulation than now, the count would put the next update's end in the wrong place.
-        """
-        if self.trainer is not None and self._loaded_accumulation is not None:
-            # `epoch_loop.batch_progress` has no public setter; tests fail if Lightning changes it.
-            progress = self.trainer.fit_loop.epoch_loop.batch_progress
-            for counts in (progress.current, progress.total):
-                windows = counts.ready // self._loaded_accumulation
-                shift = windows * self.trainer.accumulate_grad_batches - counts.ready
-                for name in ("ready", "started", "processed", "completed"):
-                    setattr(counts, name, getattr(counts, name) + shift)
-            self._loaded_accumulation = None
+        """Return the position; called when the first training batch is wanted, which is after everything is restored."""
+        if self.trainer is not None and self._saved_accumulation is not None:
+            realign_micro_batches(self.trainer, self._saved_accumulation)
+            self._saved_accumulation = None
         return self.samples_consumed
 
     # ---- loaders
@@ -458,7 +387,7 @@ class TextDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         """Return this rank's share of the endless training stream."""
         return TrainLoader(
-            self._samples[TRAIN],
+            self.splits.samples[TRAIN],
             sample_order.SampleOrder(self.samples_per_epoch, self.seed, self.shuffle),
             self.micro_batch_size,
             *self._layout(),
@@ -466,30 +395,30 @@ class TextDataModule(pl.LightningDataModule):
             self._options(),
         )
 
-    def _eval_indices(self, kind: int) -> range | list[int]:
-        n, limit = self._samples[kind].num_samples, self._limits[kind]
-        return range(n) if limit is None or limit >= n else [i * n // limit for i in range(limit)]
-
-    def _eval_loader(self, kind: int) -> EvalLoader:
+    def _evaluation_loader(self, kind: int) -> EvalLoader:
         return EvalLoader(
-            self._samples[kind],
-            self._eval_indices(kind),
+            self.splits.samples[kind],
+            self.splits.evaluation_indices(kind),
             self.micro_batch_size,
             *self._layout(),
             self._options(),
         )
 
+    @property
+    def _test_kind(self) -> int:
+        return TEST if self.spec.test_fraction else VAL
+
     def val_dataloader(self) -> EvalLoader:
         """Return this rank's share of the validation blocks, each read once over all ranks."""
-        return self._eval_loader(VAL)
+        return self._evaluation_loader(VAL)
 
     def test_dataloader(self) -> EvalLoader:
         """Return the test blocks; with `test_fraction=0` the validation blocks."""
-        return self._eval_loader(TEST if self.test_fraction else VAL)
+        return self._evaluation_loader(self._test_kind)
 
     def predict_dataloader(self) -> EvalLoader:
         """Return the validation blocks; `recipes.sample` is what continues prompts."""
-        return self._eval_loader(VAL)
+        return self._evaluation_loader(VAL)
 
     # ---- numbers
 
@@ -501,50 +430,27 @@ class TextDataModule(pl.LightningDataModule):
     @property
     def num_train_tokens(self) -> int:
         """Targets in one epoch."""
-        if self._limits[TRAIN] is None:
-            return self._samples[TRAIN].num_targets
-        return sum(b - a for a, b in map(self._samples[TRAIN].token_range, range(self.samples_per_epoch)))
+        return self.splits.tokens_per_epoch
 
     @property
     def num_train_tail_tokens(self) -> int:
         """Targets at the end of the training stream that do not fill a block and are left out of every epoch."""
-        return self._samples[TRAIN].num_tail_tokens
+        return self.splits.samples[TRAIN].num_tail_tokens
 
-    def _eval_tokens(self, kind: int) -> int:
-        return sum(b - a for a, b in map(self._samples[kind].token_range, self._eval_indices(kind)))
+    @property
+    def val_evaluation(self) -> Evaluation:
+        """Tokens and bytes of one validation, for bits per byte."""
+        return self.splits.evaluation(VAL)
 
-    @cached_property
-    def val_tokens(self) -> int:
-        """Targets of one validation."""
-        return self._eval_tokens(VAL)
-
-    @cached_property
-    def test_tokens(self) -> int:
-        """Targets of one test."""
-        return self._eval_tokens(TEST if self.test_fraction else VAL)
-
-    def _eval_bytes(self, kind: int) -> tuple[float, bool]:
-        return target_bytes(self._samples[kind], self._eval_indices(kind), self.store.tokenizer.token_bytes())
-
-    @cached_property
-    def val_bytes(self) -> float:
-        """UTF-8 bytes of the text that the targets of one validation stand for; end tokens stand for none."""
-        return self._eval_bytes(VAL)[0]
-
-    @cached_property
-    def test_bytes(self) -> float:
-        """UTF-8 bytes of the text that the targets of one test stand for."""
-        return self._eval_bytes(TEST if self.test_fraction else VAL)[0]
+    @property
+    def test_evaluation(self) -> Evaluation:
+        """Tokens and bytes of one test."""
+        return self.splits.evaluation(self._test_kind)
 
     @property
     def val_bytes_per_token(self) -> float:
-        """`val_bytes / val_tokens`: bits per byte = loss in nats per token / ln 2 / this."""
-        return self.val_bytes / self.val_tokens
-
-    @property
-    def test_bytes_per_token(self) -> float:
-        """`test_bytes / test_tokens`."""
-        return self.test_bytes / self.test_tokens
+        """UTF-8 bytes of text per target of the validation set: bits per byte = nats per token / ln 2 / this."""
+        return self.val_evaluation.bytes_per_token
 
     @cached_property
     def token_bytes(self) -> torch.Tensor | None:
@@ -552,25 +458,9 @@ class TextDataModule(pl.LightningDataModule):
 
         `token_bytes[targets].sum()` over the targets of any batches gives the exact denominator of their bits per byte.
         """
-        table = self.store.tokenizer.token_bytes()
+        table = self.splits.store.tokenizer.token_bytes()
         return None if table is None else torch.from_numpy(np.asarray(table, dtype=np.int64))
 
     def summary(self) -> str:
-        """Return a few lines on the data, for people."""
-        store = self._store or TokenStore(self.store_path)
-        samples = self._samples or self._split(store)
-        lines = [
-            f"data {store.path}: {store.num_documents:,} documents ({store.empty_documents:,} empty ones skipped), "
-            f"{store.num_tokens:,} tokens, {store.text_bytes:,} bytes, {store.text_bytes / store.num_tokens:.2f} bytes per token, "
-            f"vocabulary {store.vocab_size:,}"
-        ]
-        unit = "blocks" if self.packed else "rows"
-        for kind, name in _SPLIT_NAMES.items():
-            part = samples[kind]
-            if part.num_samples:
-                tail = f", {part.num_tail_tokens:,} at the end left out" if part.num_tail_tokens else ""
-                lines.append(
-                    f"  {name:5s} {part.stream.num_documents:,} documents, {part.num_targets:,} targets in {part.num_samples:,} {unit} "
-                    f"of {self.context_length}{tail}"
-                )
-        return "\n".join(lines)
+        """Return a few lines on the prepared data, for people."""
+        return (self._splits or Splits(self._open_store(), self.spec, self._limits)).summary()

@@ -1,65 +1,37 @@
-"""Writing a token store: in parallel, in bounded memory, the same bytes however it is done.
+"""Writing a token store: in bounded memory, the same bytes however it is done.
 
-Work items are tokenized by processes, each item into files of its own; the parent appends them in order. At most two items
-per process are on their way at a time. A part is written into a hidden folder beside its final place, flushed to disk and
-renamed, so a store is there as a whole or not at all, and one that is there is never touched.
+The parent appends the files that `store_items.py` makes, in the order of the items; at most two items per process are on
+their way at a time. A part is written into a hidden folder beside its final place, flushed to disk and renamed, so a store
+is there as a whole or not at all, and one that is there is never touched.
 """
 
 import contextlib
 import errno
 import fcntl
 import hashlib
-import multiprocessing
+import importlib.util
 import os
 import shutil
 import sys
 import time
 import uuid
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lit_gpt_loop.corpus import Corpus, WorkItem
-from lit_gpt_loop.sample_order import permute
+from lit_gpt_loop.corpus import Corpus
+from lit_gpt_loop.store_items import FILES, DocumentError, tokenize_items
 from lit_gpt_loop.token_store import ITEM_DTYPE, SCHEMA, PartMeta, complete_parts, part_name
 from lit_gpt_loop.tokenizer import (
-    ByteTokenizer,
     CharTokenizer,
     LibraryTokenizer,
     TextTokenizer,
     bpe_vocab_size,
-    gpt2_tokenizer,
     load_tokenizer,
-    train_bpe,
 )
-
-_TRAIN_BYTES = 64 * 2**20  # text that a BPE is trained on at most
-_BATCH_CHARACTERS = 2**20
-_LONG_DOCUMENT = 2**20  # characters; longer ones are encoded piece by piece if that gives the same tokens
-_FILES = ("tokens.bin", "document_ends.bin", "document_bytes.bin")
-
-
-class DocumentError(ValueError):
-    """A document that cannot be tokenized; `index` counts the documents of its work item."""
-
-    def __init__(self, index: int, problem: str, source: str) -> None:
-        super().__init__(index, problem, source)
-        self.index, self.problem, self.source = index, problem, source
-
-
-@dataclass(frozen=True)
-class _ItemResult:
-    folder: str
-    sha256: bytes
-    tokens: int
-    documents: int
-    empty: int
-    text_bytes: int
+from lit_gpt_loop.tokenizer_choice import make_tokenizer
 
 
 def store_path(
@@ -81,217 +53,23 @@ def store_path(
     return Path(data_dir) / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
-def training_texts(corpus: Corpus, max_bytes: int = _TRAIN_BYTES) -> Iterator[str]:
-    """Yield the documents that a BPE is trained on: all of a small corpus, else an even share from items spread over it."""
-    items = corpus.items()
-    size = corpus.num_bytes()
-    chosen, share = items, max_bytes
-    if size is None or size > max_bytes:
-        number = min(len(items), 64)
-        chosen = [items[permute(i, len(items), seed=0)] for i in range(number)]
-        share = max_bytes // max(1, number)
-    for item in chosen:
-        left = share
-        for text in corpus.read(item):
-            yield text.encode("utf-8", errors="ignore").decode()[
-                :left
-            ]  # surrogates are reported when they are tokenized
-            left -= len(text)
-            if left <= 0:
-                break
-
-
-def make_tokenizer(word: str, corpus: Corpus | None, end_token: str | None = None) -> TextTokenizer:
-    """Return the tokenizer that a word or path names; `bpe:N` and `char` are made from the corpus.
-
-    Raises:
-        ValueError, FileNotFoundError: see `tokenizer.py`.
-    """
-    if word == "bytes":
-        return ByteTokenizer()
-    if word == "gpt2":
-        return gpt2_tokenizer()
-    if corpus is None and (word == "char" or bpe_vocab_size(word) is not None):
-        raise ValueError(
-            f"the tokenizer {word} is made from a corpus: leave it out to take the one of the store"
-        )
-    if word == "char":
-        assert corpus is not None
-        characters: set[str] = set()
-        for text in corpus.documents():
-            characters.update(text)
-        return CharTokenizer("".join(c for c in characters if not 0xD800 <= ord(c) < 0xE000))
-    if (size := bpe_vocab_size(word)) is not None:
-        assert corpus is not None
-        return train_bpe(training_texts(corpus), size)
-    return load_tokenizer(word, end_token)
-
-
-def split_long(text: str, limit: int = _LONG_DOCUMENT) -> list[str]:
-    """Cut `text` into pieces of about `limit` characters, each between a line end and a character that is no white space.
-
-    Byte-level pre-tokenizers never join text across such a place, provided that no white space stands before the line end
-    either, so the tokens of the pieces are the tokens of the whole.
-    """
-    pieces, start = [], 0
-    while len(text) - start > limit:
-        cut = text.find("\n", start + limit)
-        while cut > 0 and (cut + 1 >= len(text) or text[cut - 1].isspace() or text[cut + 1].isspace()):
-            cut = text.find("\n", cut + 1)
-        if cut < 0:
-            break
-        pieces.append(text[start : cut + 1])
-        start = cut + 1
-    return [*pieces, text[start:]]
-
-
-def encode_documents(tokenizer: TextTokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Return the tokens of each text followed by exactly one end token; an array of length 0 for a text without tokens."""
-    is_byte_level = isinstance(tokenizer, LibraryTokenizer) and tokenizer.is_byte_level
-    pieces = [split_long(t) if is_byte_level else [t] for t in texts]
-    encoded = iter(tokenizer.encode_batch([p for document in pieces for p in document]))
-    result = []
-    for document in pieces:
-        ids = np.concatenate([next(encoded) for _ in document])
-        while len(ids) and ids[-1] == tokenizer.eot_id:  # a tokenizer that adds its own
-            ids = ids[:-1]
-        result.append(np.append(ids, tokenizer.eot_id) if len(ids) else ids)
-    return result
-
-
-def _tokenize_item(
-    corpus: Corpus, tokenizer: TextTokenizer, item: WorkItem, folder: str, dtype: str, batch_documents: int
-) -> _ItemResult:
-    """Write the tokens and documents of one item into `folder`."""
-    os.makedirs(folder)
-    num_tokens = num_documents = num_empty = text_bytes = seen = 0
-    digests = {name: hashlib.sha256() for name in _FILES}
-    source = (
-        item.pieces[0].source
-        if len(item.pieces) == 1
-        else f"{item.pieces[0].source} ... {item.pieces[-1].source}"
-    )
-    with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(open(os.path.join(folder, name), "wb")) for name in _FILES}
-
-        def write(texts: list[str], sizes: list[int]) -> None:
-            nonlocal num_tokens, num_documents, num_empty, text_bytes
-            kept = [
-                (ids, size)
-                for ids, size in zip(encode_documents(tokenizer, texts), sizes, strict=True)
-                if len(ids)
-            ]
-            num_empty += len(texts) - len(kept)
-            if not kept:
-                return
-            lengths = np.array([len(ids) for ids, _ in kept], dtype="<i8")
-            arrays = (
-                np.concatenate([ids for ids, _ in kept]).astype(dtype),
-                num_tokens + np.cumsum(lengths, dtype="<i8"),
-                np.array([size for _, size in kept], dtype="<i8"),
-            )
-            for name, array in zip(_FILES, arrays, strict=True):
-                data = array.tobytes()
-                digests[name].update(data)
-                files[name].write(data)
-            num_tokens += int(lengths.sum())
-            num_documents += len(kept)
-            text_bytes += int(arrays[2].sum())
-
-        texts: list[str] = []
-        sizes: list[int] = []
-        characters = 0
-        for text in corpus.read(item):
-            try:
-                size = len(text.encode("utf-8"))
-            except UnicodeEncodeError as e:
-                problem = f"holds a lone surrogate (U+{ord(text[e.start]):04X}) at character {e.start}, which is no text"
-                raise DocumentError(seen, problem, source) from None
-            seen += 1
-            if not text.strip():
-                num_empty += 1
-                continue
-            texts.append(text)
-            sizes.append(size)
-            characters += len(text)
-            if len(texts) >= batch_documents or characters >= _BATCH_CHARACTERS:
-                write(texts, sizes)
-                texts, sizes, characters = [], [], 0
-        write(texts, sizes)
-    digest = hashlib.sha256(b"".join(digests[name].digest() for name in _FILES)).digest()
-    return _ItemResult(folder, digest, num_tokens, num_documents, num_empty, text_bytes)
-
-
-_worker: tuple[Corpus, TextTokenizer] | None = None
-
-
-def _start_worker(corpus: Corpus, tokenizer: TextTokenizer) -> None:
-    global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = (
-        "false"  # processes are the parallelism; threads after a fork can hang
-    )
-    _worker = (corpus, tokenizer)
-
-
-def _work(item: WorkItem, folder: str, dtype: str, batch_documents: int) -> _ItemResult:
-    assert _worker is not None
-    return _tokenize_item(*_worker, item, folder, dtype, batch_documents)
-
-
-def _results(
-    corpus: Corpus,
-    tokenizer: TextTokenizer,
-    items: list[WorkItem],
-    folder: Path,
-    dtype: str,
-    processes: int,
-    batch: int,
-) -> Iterator[_ItemResult]:
-    """Yield the results in the order of the items."""
-    jobs = ((item, str(folder / f"item-{i:08d}"), dtype, batch) for i, item in enumerate(items))
-    if processes == 1:
-        for job in jobs:
-            yield _tokenize_item(corpus, tokenizer, *job)
-        return
-    # Forked where possible: a spawned process would first import torch and Lightning for seconds.
-    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    with ProcessPoolExecutor(
-        processes,
-        multiprocessing.get_context(method),
-        initializer=_start_worker,
-        initargs=(corpus, tokenizer),
-    ) as pool:
-        pending: deque[Future[_ItemResult]] = deque()
-        try:
-            for job in jobs:
-                pending.append(pool.submit(_work, *job))
-                if len(pending) >= 2 * processes:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
-
-
 @contextlib.contextmanager
 def _progress(total: int, title: str, show: bool) -> Iterator[Any]:
     """Give a function (items done, tokens) that draws a bar on a terminal, or prints a line now and then elsewhere."""
-    if show and sys.stderr.isatty():
-        with contextlib.suppress(ImportError):
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    if show and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (
-                "{task.description}",
-                BarColumn(),
-                TextColumn("{task.fields[tokens]:,} tokens"),
-                TimeRemainingColumn(),
-            )
-            with Progress(*columns, console=Console(stderr=True)) as bar:
-                task = bar.add_task(title, total=total, tokens=0)
-                yield lambda done, tokens: bar.update(task, completed=done, tokens=tokens)
-            return
+        columns = (
+            "{task.description}",
+            BarColumn(),
+            TextColumn("{task.fields[tokens]:,} tokens"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(title, total=total, tokens=0)
+            yield lambda done, tokens: bar.update(task, completed=done, tokens=tokens)
+        return
     started = last = time.monotonic()
 
     def line(done: int, tokens: int) -> None:
@@ -339,8 +117,14 @@ def _publish_tokenizer(store: Path, word: str, corpus: Corpus, end_token: str | 
         try:
             tokenizer.save(beside)
             _sync(beside)
-            with contextlib.suppress(FileExistsError):  # another job was first: its tokenizer is everyone's
-                os.link(beside, final)
+            try:
+                os.link(
+                    beside, final
+                )  # unlike a rename, this fails if another job was first: its tokenizer is everyone's
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without hard links
+                os.replace(beside, final)
         finally:
             beside.unlink(missing_ok=True)
     return load_tokenizer(final, end_token)
@@ -442,11 +226,17 @@ def _build_part(
     tokens_hash = hashlib.sha256()
     try:
         with contextlib.ExitStack() as stack:
-            files = {n: stack.enter_context((folder / n).open("wb")) for n in (*_FILES, "items.bin")}
+            files = {n: stack.enter_context((folder / n).open("wb")) for n in (*FILES, "items.bin")}
             title = f"tokenizing {corpus.name}" + (f", part {index}/{num_parts}" if num_parts > 1 else "")
             show = stack.enter_context(_progress(len(items), title, progress))
-            for result in _results(corpus, tokenizer, items, folder, dtype.str, processes, batch):
-                for name in _FILES:
+            # Closed, that is, its processes ended, before the folder that they write into is removed.
+            results = stack.enter_context(
+                contextlib.closing(
+                    tokenize_items(corpus, tokenizer, items, folder, dtype.str, processes, batch)
+                )
+            )
+            for result in results:
+                for name in FILES:
                     path = Path(result.folder) / name
                     if name == "document_ends.bin":
                         files[name].write((np.fromfile(path, dtype="<i8") + tokens).astype("<i8").tobytes())
