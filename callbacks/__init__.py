@@ -1,0 +1,8 @@
+"""Callbacks that add to Lightning what a pretraining loop lacks. Each file stands alone: import it from here, or copy it."""
+
+from callbacks.checkpoint_retention import CheckpointRetention
+from callbacks.mfu import MFUMonitor
+from callbacks.sample_text import SampleText
+from callbacks.token_weighted_loss import TokenWeightedLoss
+
+__all__ = ["CheckpointRetention", "MFUMonitor", "SampleText", "TokenWeightedLoss"]

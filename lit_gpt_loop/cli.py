@@ -20,7 +20,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
@@ -38,7 +38,6 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "log_every_n_steps": 1,  # one line per update; callbacks that cost something have their own interval
     "check_val_every_n_epoch": None,  # val_check_interval counts over the whole run, not within an epoch
     "num_sanity_val_steps": 0,
-    "enable_checkpointing": False,  # CheckpointRetention saves
     "enable_model_summary": False,
     "use_distributed_sampler": False,  # the data module shares samples out itself
     "gradient_clip_val": None,
@@ -93,9 +92,8 @@ class PretrainCLI(LightningCLI):
             raise ValueError(
                 f"run name {name!r} may hold letters, digits and . + - _ only: it names a directory"
             )
-        if config.trainer.default_root_dir is None:
-            config.trainer.default_root_dir = str(Path(config.runs_dir) / name)
-        self.run_dir = Path(config.trainer.default_root_dir)
+        config.run = name
+        self.run_dir = Path(config.trainer.default_root_dir or Path(config.runs_dir) / name)
         if config.trainer.precision is None and not config.trainer.plugins:
             config.trainer.precision, why = choose_precision(config.trainer.accelerator)
             rank_zero_info(f"precision: {config.trainer.precision} ({why})")
@@ -124,10 +122,24 @@ class PretrainCLI(LightningCLI):
         ):
             callbacks = [*callbacks, UpdateProgressBar()]
         kwargs["callbacks"] = callbacks
+        kwargs["default_root_dir"] = str(self.run_dir)
+        if trainer.enable_checkpointing is None:  # Lightning would add a ModelCheckpoint of its own
+            kwargs["enable_checkpointing"] = any(isinstance(c, Checkpoint) for c in callbacks)
         return super().instantiate_trainer(**kwargs)
 
+    def _batch(self, world_size: int) -> tuple[int, int]:
+        """Return (micro-batches per update and device, sequences per update)."""
+        data = self.datamodule
+        if data.global_batch_size is None:
+            accumulate = self.config[self.subcommand].trainer.accumulate_grad_batches
+        else:
+            accumulate = data.accumulation(world_size)
+        return accumulate, accumulate * data.micro_batch_size * world_size
+
     def _steps_for(self, max_tokens: int) -> int:
-        per_update = self.datamodule.global_batch_tokens
+        trainer = self.config[self.subcommand].trainer
+        _, sequences = self._batch(_num_devices(trainer) * trainer.num_nodes)
+        per_update = sequences * self.datamodule.context_length
         if max_tokens < per_update:
             raise ValueError(
                 f"--max_tokens={max_tokens} is less than one update's {per_update} tokens: raise it or shrink the batch"
@@ -150,15 +162,15 @@ class PretrainCLI(LightningCLI):
                 f"--ckpt_path none asks for a fresh start, but {self.run_dir} holds checkpoints ({found}): "
                 "choose another --run, or leave --ckpt_path out to continue"
             )
-        accumulate = datamodule.accumulation(trainer.world_size)
+        accumulate, sequences = self._batch(trainer.world_size)
         if isinstance(trainer.val_check_interval, int):
             trainer.val_check_interval *= accumulate  # Lightning counts micro-batches
         self._write_config()
         rank_zero_info(f"run: {self.run_dir}" + (f", continuing from {path}" if path else ""))
         rank_zero_info(
-            f"batch: {datamodule.global_batch_size} sequences x {datamodule.context_length} tokens = "
-            f"{datamodule.global_batch_tokens:,} tokens per update "
-            f"({accumulate} micro-batches of {datamodule.micro_batch_size} on each of {trainer.world_size} devices)"
+            f"batch: {sequences} sequences x {datamodule.context_length} tokens = "
+            f"{sequences * datamodule.context_length:,} tokens per update ({accumulate} micro-batches of "
+            f"{datamodule.micro_batch_size} on each of {trainer.world_size} devices)"
         )
         rank_zero_info(f"model: {sum(p.numel() for p in model.parameters()):,} parameters")
         if total:
@@ -233,8 +245,9 @@ class PretrainCLI(LightningCLI):
         """Write what this command ran with, linked values included, beside what earlier commands ran with."""
         config = self.config[self.subcommand].clone()
         config.pop("config", None)
-        parser = self._parser(self.subcommand)
-        text = parser.dump(config, skip_none=False, skip_link_targets=True)
+        for key in ("vocab_size", "eot_id"):  # linked at instantiation; parsing left them null
+            config.model[key] = getattr(self.datamodule, key)
+        text = self._parser(self.subcommand).dump(config, skip_none=False, skip_link_targets=False)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         number, path = 1, self.run_dir / "config.yaml"
         while path.exists():

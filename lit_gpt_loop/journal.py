@@ -182,6 +182,7 @@ class RunWandbLogger(WandbLogger):
         super().__init__(
             save_dir=str(save_dir), offline=offline, project=project, id=self._stored_id(), **kwargs
         )
+        self._wandb_init.pop("anonymous", None)  # Lightning passes it on, wandb 0.31 warns that it has no effect
         self._rows = _Rows()
         self._defined: set[str] = set()
 

@@ -318,7 +318,6 @@ class LitGPT(pl.LightningModule):
             rank_zero_info(f"Resuming with another setting, this run's wins: {line}")
         if state["schedule"] is not None:
             self._check_schedule(Schedule(**state["schedule"]))
-        _realign(checkpoint, self.trainer)
 
     def _check_schedule(self, old: Schedule) -> None:
         total = self.trainer.max_steps
@@ -370,22 +369,3 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
         ):
             lines.append(f"{prefix}{key}: {a} in the checkpoint, {b} now")
     return lines
-
-
-def _realign(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
-    """Count micro-batches in the loop's state as this run counts them.
-
-    Lightning times validation by micro-batches since the start. A run resumed with another accumulation would validate at
-    other updates than it would have without the restart.
-    """
-    loops = checkpoint.get("loops", {}).get("fit_loop")
-    if loops is None:
-        return
-    steps = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"][
-        "completed"
-    ]
-    micro_batches = steps * trainer.accumulate_grad_batches
-    progress = loops["epoch_loop.batch_progress"]
-    for scope in ("total", "current"):
-        for key in ("ready", "completed", "started", "processed"):
-            progress[scope][key] = micro_batches

@@ -10,37 +10,22 @@ Every value of the configuration can be given on the command line: --model.lr 3e
 """
 
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
 import lit_gpt_loop  # noqa: F401  refuses compromised releases of Lightning before it is imported
-from callbacks import CheckpointRetention
+from callbacks.checkpoint_retention import CheckpointRetention
 from lit_gpt_loop.cli import PretrainCLI
 
 
 def resolve(spec: str, run_dir: Path) -> Path | None:
-    """Return what `Trainer.fit(ckpt_path=)` takes for a checkpoint that a user names.
-
-    Args:
-        spec: "auto" (latest, or None if the run has no checkpoint yet), "latest", "best", "archive:STEP", or a path.
-        run_dir: the run's directory.
+    """Return what `Trainer.fit(ckpt_path=)` takes for a checkpoint that a user names, or None for "auto" where none is.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
     """
-    if spec == "auto":
-        folder = run_dir / "checkpoints"
-        if not folder.is_dir() or not any(folder.glob("step-*")):
-            return None
-        spec = "latest"
-    if spec in ("latest", "best") or spec.startswith("archive:"):
-        return CheckpointRetention.resolve(run_dir / "checkpoints", spec)
-    path = Path(spec)
-    if not path.exists():
-        raise FileNotFoundError(
-            f"no checkpoint at {path}: give a path, or auto, latest, best or archive:STEP for one of {run_dir / 'checkpoints'}"
-        )
-    return CheckpointRetention.resolve(path.parent, path.name) if (path / "manifest.json").is_file() else path
+    return CheckpointRetention.resolve(run_dir / "checkpoints", spec)
 
 
 def main(args: list[str] | None = None) -> PretrainCLI:
@@ -54,11 +39,17 @@ def main(args: list[str] | None = None) -> PretrainCLI:
     return PretrainCLI(resolve, args=args, parser_kwargs={"description": __doc__})
 
 
+def is_ours(error: BaseException) -> bool:
+    """Return whether one of our own lines raised this, so that its message says all that the user needs."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    module = frames[-1][0].f_globals.get("__name__", "") if frames else ""
+    return module.partition(".")[0] in ("lit_gpt_loop", "callbacks", "recipes", "__main__")
+
+
 if __name__ == "__main__":
     try:
         main()
-    except (
-        ValueError,
-        FileNotFoundError,
-    ) as e:  # what the user can mend: the message, not the way that led to it
+    except (ValueError, FileNotFoundError) as e:
+        if not is_ours(e):
+            raise
         sys.exit(f"error: {e}")

@@ -226,30 +226,6 @@ def test_c46_settings_of_this_run_win_over_the_checkpoint_and_are_named(tmp_path
     assert [g["weight_decay"] for g in module.optimizers().param_groups] == [0.3, 0.0]
 
 
-def test_resume_realigns_validation_with_another_accumulation(tmp_path):
-    data = DataLoader(batches(200, 2), batch_size=2)
-
-    def fit(folder, accumulate, steps, ckpt=None):
-        t = trainer(
-            tmp_path / folder, max_steps=steps, accumulate_grad_batches=accumulate, val_check_interval=5 * accumulate,
-            check_val_every_n_epoch=None,
-        )  # fmt: skip
-        module = LitGPT(CONFIG, schedule=ScheduleConfig("constant", 0))
-        t.fit(
-            module,
-            data,
-            DataLoader(batches(1), batch_size=4),
-            ckpt_path=ckpt,
-            weights_only=True if ckpt else None,
-        )
-        return t
-
-    fit("a", 4, 7).save_checkpoint(tmp_path / "7.ckpt")
-    fit("b", 2, 16, tmp_path / "7.ckpt")
-    assert [r["step"] for r in read_journal(tmp_path / "a", "validation")] == [5]
-    assert [r["step"] for r in read_journal(tmp_path / "b", "validation")] == [10, 15]
-
-
 @pytest.mark.case("C52")
 @pytest.mark.slow
 def test_c52_compiled_checkpoints_load_uncompiled_and_back(tmp_path):
