@@ -146,9 +146,13 @@ class CausalSelfAttention(nn.Module):
             q, k = qk.split([H, G], dim=2)
         else:
             q, k, v = qkv.split([H, G, G], dim=2)
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+            gain = (
+                self.q_norm.weight.dtype
+            )  # fp32 under autocast: normed and rotated there, rounded once at the end
+            q, k = self.q_norm(q.to(gain)), self.k_norm(k.to(gain))
             if shared.cos is not None and shared.sin is not None:
                 q, k = rotate(q, shared.cos, shared.sin), rotate(k, shared.cos, shared.sin)
+            q, k = q.to(v.dtype), k.to(v.dtype)
         dropout = self.dropout if self.training else 0.0
         if shared.cu_seqlens is not None:
             y = self._attend_varlen(q, k, v, shared.cu_seqlens, T)

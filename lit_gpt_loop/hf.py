@@ -21,8 +21,8 @@ from torch import Tensor
 from lit_gpt_loop.config import GPTConfig
 from lit_gpt_loop.model import GPT
 
-_GPT2 = {"mlp": "gelu", "norm": "layernorm", "position": "learned"}
-_LLAMA = {"mlp": "swiglu", "norm": "rmsnorm", "position": "rope"}
+_GPT2 = {"mlp": ("gelu_tanh", "gelu"), "norm": ("layernorm",), "position": ("learned",)}
+_LLAMA = {"mlp": ("swiglu",), "norm": ("rmsnorm",), "position": ("rope",)}
 
 
 def hf_model_type(config: GPTConfig) -> str:
@@ -33,9 +33,9 @@ def hf_model_type(config: GPTConfig) -> str:
     """
     family, style = ("gpt2", _GPT2) if config.position == "learned" else ("llama", _LLAMA)
     problems = [
-        f"{name}={getattr(config, name)!r} (needs {wanted!r})"
+        f"{name}={getattr(config, name)!r} (needs {' or '.join(map(repr, wanted))})"
         for name, wanted in style.items()
-        if getattr(config, name) != wanted
+        if getattr(config, name) not in wanted
     ]
     if family == "gpt2":
         if config.num_kv_heads != config.n_head:
@@ -76,7 +76,7 @@ def to_hf_config(config: GPTConfig, eot_id: int | None = None) -> dict[str, Any]
             "n_layer": config.n_layer,
             "n_head": config.n_head,
             "n_inner": config.hidden_size,
-            "activation_function": "gelu_new",
+            "activation_function": "gelu" if config.mlp == "gelu" else "gelu_new",
             "layer_norm_epsilon": config.norm_eps,
             "resid_pdrop": config.dropout,
             "embd_pdrop": config.dropout,
@@ -113,7 +113,7 @@ def from_hf_config(hf: Mapping[str, Any]) -> GPTConfig:
         _refuse_unless(
             hf,
             {
-                "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+                "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
                 "scale_attn_weights": (True,),
                 "scale_attn_by_inverse_layer_idx": (False,),
                 "add_cross_attention": (False,),
@@ -125,6 +125,7 @@ def from_hf_config(hf: Mapping[str, Any]) -> GPTConfig:
             n_layer=hf.get("n_layer", 12),
             n_head=hf.get("n_head", 12),
             n_embd=hf.get("n_embd", 768),
+            mlp="gelu" if hf.get("activation_function") == "gelu" else "gelu_tanh",
             mlp_hidden=hf.get("n_inner"),
             norm_eps=hf.get("layer_norm_epsilon", 1e-5),
             tie_embeddings=hf.get("tie_word_embeddings", True),

@@ -47,6 +47,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.is_gated = config.mlp == "swiglu"
+        self.approximate = "tanh" if config.mlp == "gelu_tanh" else "none"
         width_in = config.hidden_size * (2 if self.is_gated else 1)
         self.fc = nn.Linear(config.n_embd, width_in, bias=config.bias)  # gated: rows are gate, then up
         self.proj = nn.Linear(config.hidden_size, config.n_embd, bias=config.bias)
@@ -57,7 +58,7 @@ class MLP(nn.Module):
         if self.is_gated:
             gate, up = x.chunk(2, dim=-1)
             return self.proj(F.silu(gate) * up)
-        return self.proj(F.gelu(x, approximate="tanh"))
+        return self.proj(F.gelu(x, approximate=self.approximate))
 
 
 class Block(nn.Module):

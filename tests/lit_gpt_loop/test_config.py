@@ -59,7 +59,7 @@ def test_derived_sizes():
         ({"n_layer": 2.0}, ["n_layer=2.0", "whole number"]),
         ({"n_embd": True}, ["n_embd=True", "whole number"]),
         ({"activation_checkpointing": -1}, ["activation_checkpointing=-1", "at least 0"]),
-        ({"mlp": "relu"}, ["mlp='relu'", "gelu, swiglu"]),
+        ({"mlp": "relu"}, ["mlp='relu'", "gelu_tanh, gelu, swiglu"]),
         ({"dropout": 1.0}, ["dropout=1.0", "below 1"]),
         ({"rope_theta": float("inf")}, ["rope_theta=inf", "finite"]),
         ({"norm": "batch", "norm_eps": 0.0}, ["norm='batch'", "norm_eps=0.0"]),  # all problems at once

@@ -239,7 +239,16 @@ def test_softmax_sums_in_fp32_under_bf16(context):
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_norms_reduce_in_fp32_under_bf16(norm):
     module = GPT(
-        GPTConfig(vocab_size=8, n_embd=4096, n_head=64, n_kv_head=1, mlp_hidden=1, n_layer=1, norm=norm, context_length=8)
+        GPTConfig(
+            vocab_size=8,
+            n_embd=4096,
+            n_head=64,
+            n_kv_head=1,
+            mlp_hidden=1,
+            n_layer=1,
+            norm=norm,
+            context_length=8,
+        )
     ).norm_f
     x = (torch.randn(4, 4096) + 8).bfloat16()
     want = module(x.float())

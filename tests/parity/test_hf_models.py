@@ -19,7 +19,7 @@ from recipes.export import export_hf
 
 SHAPES = {
     "gpt2-tied": GPTConfig.preset("tiny", init_std=0.2),
-    "gpt2-untied": GPTConfig.preset("tiny", init_std=0.2, tie_embeddings=False),
+    "gpt2-untied-exact-gelu": GPTConfig.preset("tiny", init_std=0.2, tie_embeddings=False, mlp="gelu"),
     "gpt2-no-bias-padded": GPTConfig.preset("tiny", init_std=0.2, bias=False, vocab_multiple=64),
     "llama-gqa-untied": GPTConfig.preset("tiny-llama", init_std=0.2),
     "llama-gqa-tied-padded": GPTConfig.preset(
