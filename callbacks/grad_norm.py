@@ -35,7 +35,7 @@ one host synchronisation; one collective of a few scalars when parameters are sh
 import copy
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -184,7 +184,7 @@ class GradNormMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Note the samples of this micro-batch."""
-        has_ids = isinstance(batch, dict) and "sample_ids" in batch
+        has_ids = isinstance(batch, Mapping) and "sample_ids" in batch
         self._window.append(
             {"samples": batch["sample_ids"] if has_ids else f"batch_idx {batch_idx}", "loss": None}
         )

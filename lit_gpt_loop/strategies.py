@@ -26,6 +26,7 @@ Named in a config by class path:
 | `FSDP2` | over all ranks (`fully_shard`) | a module that calls `shard_fsdp2` in `configure_model`, as LitGPT does |
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -239,7 +240,9 @@ class AnyDeviceFSDPPrecision(FSDPPrecision):
         scaler: ShardedGradScaler | None = None,
         param_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(precision)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Lightning makes a scaler for the GPU first
+            super().__init__(precision)
         self.device_type = device_type
         self.param_dtype = param_dtype
         self.scaler = None

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -153,6 +154,18 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return (top / bottom) ** 0.5
 
 
+def precision_arguments(precision: str, strategy: str | None) -> dict[str, Any]:
+    """Return the Trainer's arguments for a precision; "16-mixed" is real fp16 autocast with a loss scaler, on CPU.
+
+    `Trainer(accelerator="cpu", precision="16-mixed")` turns itself into bf16, so that the plugin is given instead.
+    """
+    if precision != "16-mixed":
+        return {"precision": precision}
+    if strategy == "FSDP":
+        return {"plugins": [strategies.AnyDeviceFSDPPrecision("16-mixed", "cpu")]}
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))]}
+
+
 def fit(
     module: pl.LightningModule,
     batches: list[Any],
@@ -191,7 +204,7 @@ def sequences(num: int = 32, length: int = 6, seed: int = 7) -> tuple[Tensor, Te
     inputs = torch.randint(0, VOCABULARY, (num, length), generator=g)
     targets = torch.randint(0, VOCABULARY, (num, length), generator=g)
     targets[torch.rand(num, length, generator=g) < torch.rand(num, 1, generator=g)] = -100
-    targets[2] = -100
+    targets[2:3] = -100
     return inputs, targets
 
 
