@@ -77,3 +77,12 @@ def test_unknown_preset_names_the_close_ones():
         GPTConfig.preset("gpt2-125m")
     with pytest.raises(ValueError, match=r"no such field; did you mean n_layer"):
         GPTConfig.preset("tiny", n_layers=3)
+
+
+def test_builds_from_a_yaml_mapping_by_jsonargparse():
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", type=GPTConfig)
+    parsed = parser.parse_object({"config": {"n_layer": 3, "mlp": "swiglu", "n_kv_head": None, "norm_eps": 1e-6}})
+    assert parser.instantiate(parsed).config == GPTConfig(n_layer=3, mlp="swiglu", norm_eps=1e-6)
