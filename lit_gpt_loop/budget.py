@@ -2,7 +2,8 @@
 
 Pure arithmetic, in the order in which a plan needs it:
 
-    batch        micro-batch x accumulation x devices = sequences per update, x context = tokens per update
+    batch        micro-batch x accumulation x devices = sequences per update, x context = tokens per update (whether a global
+                 batch divides is `sample_order.accumulation`'s business)
     length       tokens in all -> updates; updates -> epochs over the corpus
     compute      6 N per token -> FLOPs; FLOPs / (devices x peak x MFU) -> seconds -> GPU-hours -> money
     what is best FLOPs -> the parameters and tokens that spend them best
@@ -28,45 +29,6 @@ SECONDS_PER_YEAR = 365 * SECONDS_PER_DAY
 # --- batch -------------------------------------------------------------------------------------------------------------
 
 
-def accumulation_steps(global_batch: int, micro_batch: int, num_devices: int) -> int:
-    """Return the micro-batches per update on each device that make up `global_batch` sequences.
-
-    Raises:
-        ValueError: a number is below 1, or `global_batch` is no multiple of `micro_batch * num_devices`; the message names
-            the nearest global batches and the micro-batches that do divide.
-    """
-    for name, value in (
-        ("global_batch", global_batch),
-        ("micro_batch", micro_batch),
-        ("num_devices", num_devices),
-    ):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
-    per_step = micro_batch * num_devices
-    if global_batch % per_step == 0:
-        return global_batch // per_step
-    below = global_batch // per_step * per_step
-    nearest = [n for n in (below, below + per_step) if n]
-    remedy = f"use a global batch of {' or '.join(map(str, nearest))}"
-    if global_batch % num_devices == 0:
-        share = global_batch // num_devices
-        fits = [m for m in range(1, share + 1) if share % m == 0]
-        remedy += f", or a micro-batch of {_listed(fits, micro_batch)}"
-    else:
-        fits = [n for n in range(1, num_devices + 1) if global_batch % (n * micro_batch) == 0]
-        remedy += f", or {_listed(fits, num_devices)} devices" if fits else ""
-    raise ValueError(
-        f"a global batch of {global_batch} sequences does not divide into micro-batches of {micro_batch} on {num_devices} "
-        f"device(s): {global_batch} is no multiple of {micro_batch} x {num_devices} = {per_step}; {remedy}"
-    )
-
-
-def _listed(options: list[int], wanted: int, limit: int = 4) -> str:
-    """Return up to `limit` of the options nearest to `wanted`, in order, as text."""
-    near = sorted(sorted(options, key=lambda n: (abs(n - wanted), n))[:limit])
-    return " or ".join(map(str, near))
-
-
 def sequences_per_update(micro_batch: int, accumulation: int, num_devices: int) -> int:
     """Return the global batch in sequences: micro-batch x accumulation x devices."""
     return micro_batch * accumulation * num_devices
@@ -76,12 +38,16 @@ def sequences_per_update(micro_batch: int, accumulation: int, num_devices: int) 
 
 
 def updates_for_tokens(max_tokens: int, tokens_per_update: int) -> int:
-    """Return the updates that see at least `max_tokens` tokens (the last one completes the budget, so round up)."""
-    if max_tokens < 1 or tokens_per_update < 1:
+    """Return the whole updates that a budget of `max_tokens` pays for; the rest of less than one update is not spent.
+
+    Raises:
+        ValueError: the budget does not pay for one update.
+    """
+    if tokens_per_update < 1 or max_tokens < tokens_per_update:
         raise ValueError(
-            f"max_tokens={max_tokens} and tokens_per_update={tokens_per_update} must be at least 1"
+            f"a budget of {max_tokens} tokens is less than one update's {tokens_per_update}: raise it or shrink the batch"
         )
-    return -(-max_tokens // tokens_per_update)
+    return max_tokens // tokens_per_update
 
 
 def updates_per_epoch(num_samples: int, global_batch: int, keep_partial: bool) -> int:
@@ -153,30 +119,30 @@ class Proposal:
 
     Attributes:
         preset: its name.
-        num_params: N of 6 N.
+        num_params: all parameters.
         num_tokens: tokens that spend the whole budget on it.
         tokens_per_param: the ratio of both; 20 is compute-optimal, more trains past it, fewer falls short.
     """
 
     preset: str
-    num_params: float
+    num_params: int
     num_tokens: float
     tokens_per_param: float
 
 
-def propose(flops: float, presets: Mapping[str, float]) -> list[Proposal]:
-    """Return the presets, that nearest to 20 tokens per parameter (in log distance) first.
+def propose(flops: float, presets: Mapping[str, tuple[int, float]]) -> list[Proposal]:
+    """Return what each preset could be trained on, that nearest to 20 tokens per parameter (by ratio) first.
 
     Args:
         flops: the budget.
-        presets: name -> N of 6 N.
+        presets: name -> (all parameters, FLOPs per token).
 
     Raises:
         ValueError: the budget is not above 0, or there are no presets.
     """
     if flops <= 0 or not presets:
-        raise ValueError(f"flops={flops} must be above 0 and presets ({len(presets)}) not empty")
-    proposals = [Proposal(name, n, flops / (6.0 * n), flops / (6.0 * n * n)) for name, n in presets.items()]
+        raise ValueError(f"flops={flops} must be above 0 and there must be presets (got {len(presets)})")
+    proposals = [Proposal(name, n, flops / f, flops / f / n) for name, (n, f) in presets.items()]
     return sorted(proposals, key=lambda p: abs(math.log(p.tokens_per_param / CHINCHILLA_TOKENS_PER_PARAM)))
 
 
@@ -188,19 +154,6 @@ def adamw_state_bytes(
 ) -> float:
     """Return bytes of the parameters and AdamW's two moments, which is what a checkpoint holds beside a few kilobytes."""
     return num_params * (param_bytes + 2 * moment_bytes)
-
-
-def num_archives(total_steps: int, archive_every_n_steps: int | None) -> int:
-    """Return the archived checkpoints at the end of a run."""
-    return total_steps // archive_every_n_steps if archive_every_n_steps else 0
-
-
-def disk_bytes(checkpoint_bytes: float, keep_best: int, keep_latest: int, archives: int) -> float:
-    """Return the disk that a retention policy can come to need.
-
-    Roles may share a checkpoint, but need not; one more is being written before an old one is pruned.
-    """
-    return checkpoint_bytes * (keep_best + keep_latest + archives + 1)
 
 
 def save_blocks_s(

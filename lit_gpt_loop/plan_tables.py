@@ -1,0 +1,243 @@
+"""A run's plan as tables for a terminal and as a picture of its schedule (for `recipes.plan` and the report)."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lit_gpt_loop.budget import CHINCHILLA_TOKENS_PER_PARAM, Proposal, compute_optimal_size
+from lit_gpt_loop.devices import Device
+from lit_gpt_loop.memory import GIB, RESERVED_SHARE
+from lit_gpt_loop.run_plan import RunPlan
+
+
+def render(console: Console, plan: RunPlan, device: Device | None, notes: list[str]) -> None:
+    """Print a plan as tables."""
+    console.print(
+        f"\n[bold]{plan.name}[/bold]: {plan.num_params:,} parameters, {plan.precision}, {plan.strategy} on {_n(plan.num_devices, 'device')}\n"
+    )
+    console.print(
+        _facts(
+            "model",
+            [(k.replace("_", " "), f"{v:,}") for k, v in plan.parameters.items() if v]
+            + [
+                ("all", f"{plan.num_params:,}"),
+                ("N of 6N", f"{plan.num_matmul_params:,}  (weights that multiply activations)"),
+            ],
+        )
+    )
+    console.print(_facts("run", _run_lines(plan)))
+    console.print(_facts("compute", _compute_lines(plan, device)))
+    console.print(_memory_table(plan, device))
+    if (
+        device is not None
+        and device.memory_bytes
+        and plan.peak_memory_bytes > device.memory_bytes * (1 - RESERVED_SHARE)
+    ):
+        console.print(
+            f"[bold red]does not fit[/bold red]: {plan.peak_memory_bytes / GIB:.1f} GiB on a {device.name}. Lower data.micro_batch_size, "
+            "set model.overrides.activation_checkpointing: 1, or shard over more devices (trainer.strategy: fsdp2)."
+        )
+    console.print(_facts("checkpoints", _checkpoint_lines(plan)))
+    if plan.schedule_summary is not None and plan.schedule is not None:
+        console.print(
+            _facts(
+                "schedule",
+                [
+                    ("kind", f"{plan.schedule.kind}, decay {plan.schedule.decay_shape}"),
+                    ("phases", str(plan.schedule_summary)),
+                ],
+            )
+        )
+    for note in notes:
+        console.print(f"[dim]note: {note}[/dim]")
+
+
+def _run_lines(plan: RunPlan) -> list[tuple[str, str]]:
+    lines = [
+        (
+            "update",
+            f"{plan.global_batch:,} sequences = {plan.tokens_per_update:,} tokens ({_n(plan.accumulation, 'micro-batch', 'es')} of {plan.micro_batch} on {_n(plan.num_devices, 'device')})",
+        ),
+    ]
+    if plan.total_steps is None or plan.total_tokens is None or plan.tokens_per_param is None:
+        return [*lines, ("length", "not set: trainer.max_steps or --max_tokens")]
+    share = plan.tokens_per_param / CHINCHILLA_TOKENS_PER_PARAM
+    lines += [
+        ("length", f"{plan.total_steps:,} updates = {plan.total_tokens:,} tokens"),
+        (
+            "tokens per parameter",
+            f"{plan.tokens_per_param:.3g}, {share:.3g} x Chinchilla's 20 ({_si(plan.chinchilla_tokens)} tokens would be compute-optimal)",
+        ),
+    ]
+    if plan.epochs is not None:
+        lines.append(("epochs", f"{plan.epochs:.2f} over the corpus"))
+    return lines
+
+
+def _compute_lines(plan: RunPlan, device: Device | None) -> list[tuple[str, str]]:
+    lines = [
+        (
+            "per token",
+            f"{_si(plan.flops_per_token)}FLOPs (6N); attention adds {plan.attention_flops_per_token / plan.flops_per_token:.1%}, recomputation {plan.recomputed_flops_per_token / plan.flops_per_token:.1%}",
+        )
+    ]
+    lines.append(("per update", f"{plan.flops_per_token * plan.tokens_per_update:.3e} FLOPs"))
+    if plan.total_flops is not None:
+        lines.append(("in all", f"{plan.total_flops:.3e} FLOPs"))
+    if device is None or device.peak_flops is None or plan.step_s is None or plan.tokens_per_s is None:
+        return [*lines, ("time", "unknown: add --gpu NAME (or --peak_tflops)")]
+    lines.append(
+        (
+            "speed",
+            f"{plan.tokens_per_s:,.0f} tokens/s, {plan.step_s:.3g} s per update ({device.name}: {device.peak_flops / 1e12:,.0f} TFLOP/s peak)",
+        )
+    )
+    if plan.seconds is not None and plan.gpu_hours is not None:
+        price = f", {plan.price:,.2f} at the given price" if plan.price is not None else ""
+        lines.append(("time", f"{_duration(plan.seconds)}, {plan.gpu_hours:,.1f} GPU-hours{price}"))
+    return lines
+
+
+def _memory_table(plan: RunPlan, device: Device | None) -> Table:
+    unit, size = ("GiB", GIB) if plan.peak_memory_bytes >= 2 * GIB else ("MiB", 2**20)
+    where = (
+        f", {device.name} with {device.memory_bytes / GIB:.1f} GiB"
+        if device is not None and device.memory_bytes
+        else ""
+    )
+    table = Table(
+        title=f"memory of one device at its peak, {unit} (micro-batch {plan.micro_batch}{where})",
+        title_justify="left",
+        caption="* as configured. params: under mixed precision these are the fp32 master weights; low-prec.: autocast's copies. peak: "
+        "what is live at once, less than each part's own maximum together. recomputed: every block checkpointed. fits: largest "
+        f"micro-batch, with {RESERVED_SHARE:.0%} of the device left to the framework.",
+        caption_justify="left",
+    )
+    table.add_column("strategy")
+    for name in (
+        "devices",
+        "params",
+        "grads",
+        "moments",
+        "low-prec.",
+        "gathered",
+        "activ.",
+        "logits",
+        "temp.",
+    ):
+        table.add_column(name, justify="right")
+    for name in ("peak", "fits", "recomputed", "fits"):
+        table.add_column(name, justify="right", style="bold" if name == "peak" else "")
+    for row in plan.memory:
+        table.add_row(
+            row.strategy + (" *" if row.as_configured else ""),
+            str(row.num_devices),
+            *(_number(v / size) for v in row.plain.parts.values()),
+            _number(row.plain.peak / size),
+            "" if row.largest_micro_batch is None else str(row.largest_micro_batch or "none"),
+            _number(row.checkpointed.peak / size),
+            ""
+            if row.largest_micro_batch_checkpointed is None
+            else str(row.largest_micro_batch_checkpointed or "none"),
+        )
+    return table
+
+
+def _checkpoint_lines(plan: RunPlan) -> list[tuple[str, str]]:
+    c = plan.checkpoint
+    lines = [("size", f"{_bytes(c.bytes)} (parameters and two moments)")]
+    if c.num_kept is not None and c.disk_bytes is not None:
+        lines.append(("disk", f"{_bytes(c.disk_bytes)} for {c.num_kept} kept and one being written"))
+    else:
+        lines.append(
+            ("disk", f"{_bytes(c.bytes)} each (no CheckpointRetention in trainer.callbacks, or no length)")
+        )
+    lines.append(("a save blocks", f"{_duration(c.blocked_s)}"))
+    steps = f" = every {c.save_interval_steps:,} updates" if c.save_interval_steps is not None else ""
+    lines.append(
+        (
+            "save every",
+            f"{_duration(c.save_interval_s)}{steps} (Young-Daly, for a failure every {_duration(c.mtbf_s)}, {c.failures_per_day:.3g} a day; {c.lost_share:.2%} of the time is then lost)",
+        )
+    )
+    return lines
+
+
+def proposals_table(flops: float, proposals: list[Proposal]) -> Table:
+    """Return the first presets that a budget could train."""
+    table = Table(
+        title=f"presets for {flops:.3e} FLOPs, the compute-optimal one first (20 tokens per parameter)",
+        title_justify="left",
+    )
+    for name in ("preset", "parameters", "tokens", "tokens per parameter"):
+        table.add_column(name, justify="left" if name == "preset" else "right")
+    for p in proposals[:5]:
+        table.add_row(p.preset, _si(p.num_params), _si(p.num_tokens), f"{p.tokens_per_param:.3g}")
+    size, tokens = compute_optimal_size(flops)
+    table.caption = (
+        f"at 20 tokens per parameter this budget trains {_si(size)} parameters on {_si(tokens)} tokens"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _facts(title: str, lines: list[tuple[str, str]]) -> Table:
+    table = Table(
+        title=title, title_justify="left", show_header=False, box=None, padding=(0, 2), title_style="bold"
+    )
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for key, value in lines:
+        table.add_row(key, value)
+    return table
+
+
+def draw_schedule(plan: RunPlan, path: Path) -> None:
+    """Write the schedule's curve as a PNG.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # without pyplot, which would look for a display
+
+    assert plan.schedule is not None and plan.total_steps is not None
+    n = plan.total_steps
+    points = sorted({round(i * (n - 1) / 2000) for i in range(2001)} | set(range(min(n, 50))))
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([p + 1 for p in points], [plan.schedule(p) for p in points])
+    axes.set(
+        xlabel="update", ylabel="rate / peak", title=f"{plan.name}: {plan.schedule.kind}", ylim=(0, 1.05)
+    )
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def _n(count: int, what: str, plural: str = "s") -> str:
+    return f"{count:,} {what}{'' if count == 1 else plural}"
+
+
+def _number(value: float) -> str:
+    return "" if value == 0 else f"{value:.2f}" if value < 10 else f"{value:,.1f}"
+
+
+def _bytes(value: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e3:.3g} kB"
+
+
+def _si(value: float) -> str:
+    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.4g} {unit}"
+    return f"{value:.4g} "
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"

@@ -1,0 +1,313 @@
+"""A whole run on paper: from what the configuration says to what it will take (layer P, standard library only).
+
+`RunSpec` is the question, `plan_run` answers with a `RunPlan` of plain numbers, which `recipes.plan` prints, writes to
+plan.json and `recipes.report` holds against what was measured. The arithmetic is in `budget.py`, `flops.py`, `memory.py` and
+`schedules.py`.
+"""
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from lit_gpt_loop import budget
+from lit_gpt_loop.activations import Sizes, precision_bytes
+from lit_gpt_loop.config import PRESETS, GPTConfig
+from lit_gpt_loop.devices import Device
+from lit_gpt_loop.flops import (
+    attention_flops_per_token,
+    count_parameters,
+    flops_per_token,
+    num_matmul_params,
+    recomputed_flops_per_token,
+)
+from lit_gpt_loop.memory import Layout, MemoryPlan, Strategy, largest_micro_batch, plan_memory
+from lit_gpt_loop.sample_order import accumulation
+from lit_gpt_loop.schedules import Schedule, ScheduleConfig, ScheduleSummary, summarize
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The arguments of CheckpointRetention that decide how much is kept."""
+
+    every_n_steps: int | None = None
+    keep_best: int = 1
+    keep_latest: int = 2
+    archive_every_n_steps: int | list[int] | None = None
+    async_save: bool = False
+
+    def num_archives(self, total_steps: int) -> int:
+        """Return the archives at the end of a run."""
+        every = self.archive_every_n_steps
+        if isinstance(every, list):
+            return sum(0 < step <= total_steps for step in every)
+        return total_steps // every if every else 0
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What is asked.
+
+    Attributes:
+        name: of the run.
+        config: the model's shape.
+        micro_batch: sequences per device at a time.
+        global_batch: sequences per update over all devices; None is one micro-batch on each device.
+        max_steps: updates; None needs `max_tokens`.
+        max_tokens: a budget instead of `max_steps`.
+        schedule: of the learning rate.
+        strategy: how the state is spread over `num_devices`.
+        num_devices: all devices.
+        devices_per_node: what hybrid sharding shards over.
+        precision: Lightning's name.
+        syncs_every_micro_batch: of the strategy.
+        gathers_low: the strategy gathers parameters in low precision.
+        device_type: whose kernels run, "cuda" or "cpu".
+        device: None leaves out time, money and what fits.
+        mfu: the share of peak that is assumed.
+        price_per_gpu_hour: in any currency.
+        corpus_tokens: tokens of the training split; None leaves out epochs.
+        retention: which checkpoints are kept.
+        write_bytes_per_s: of one rank, hashing included.
+        copy_bytes_per_s: device to host memory, which is all that blocks in an asynchronous save.
+        node_mtbf_s: mean time between failures of one node.
+        restart_s: from a failure to the first new update.
+    """
+
+    name: str
+    config: GPTConfig
+    micro_batch: int
+    global_batch: int | None = None
+    max_steps: int | None = None
+    max_tokens: int | None = None
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    strategy: Strategy = "single"
+    num_devices: int = 1
+    devices_per_node: int = 8
+    precision: str = "bf16-mixed"
+    syncs_every_micro_batch: bool = False
+    gathers_low: bool = False
+    device_type: Literal["cuda", "cpu"] = "cuda"
+    device: Device | None = None
+    mfu: float = 0.4
+    price_per_gpu_hour: float | None = None
+    corpus_tokens: int | None = None
+    retention: Retention | None = None
+    write_bytes_per_s: float = 1e9
+    copy_bytes_per_s: float = 10e9
+    node_mtbf_s: float = budget.SECONDS_PER_YEAR
+    restart_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One layout: the peak of one device by part, without and with every block recomputed, and what fits."""
+
+    strategy: Strategy
+    num_devices: int
+    as_configured: bool
+    plain: MemoryPlan
+    checkpointed: MemoryPlan
+    largest_micro_batch: int | None
+    largest_micro_batch_checkpointed: int | None
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """Sizes in bytes, times in seconds; None where something it needs is not known."""
+
+    bytes: float
+    num_kept: int | None
+    disk_bytes: float | None
+    blocked_s: float
+    mtbf_s: float
+    failures_per_day: float
+    save_interval_s: float
+    save_interval_steps: int | None
+    lost_share: float
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The answer; None where something it needs is not known."""
+
+    name: str
+    precision: str
+    strategy: Strategy
+    num_devices: int
+    parameters: dict[str, int]
+    num_params: int
+    num_matmul_params: int
+    micro_batch: int
+    accumulation: int
+    global_batch: int
+    tokens_per_update: int
+    total_steps: int | None
+    total_tokens: int | None
+    tokens_per_param: float | None
+    chinchilla_tokens: float
+    epochs: float | None
+    flops_per_token: float
+    attention_flops_per_token: float
+    recomputed_flops_per_token: float
+    total_flops: float | None
+    step_s: float | None
+    tokens_per_s: float | None
+    seconds: float | None
+    gpu_hours: float | None
+    price: float | None
+    peak_memory_bytes: float
+    memory: list[MemoryRow]
+    checkpoint: CheckpointPlan
+    schedule: Schedule | None
+    schedule_summary: ScheduleSummary | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers and words, for JSON."""
+        return asdict(self)
+
+
+def plan_run(spec: RunSpec) -> RunPlan:
+    """Return what a run will take.
+
+    Raises:
+        ValueError: a batch that does not divide, phases that overlap, two budgets; each names the remedy.
+    """
+    config, counts = spec.config, count_parameters(spec.config)
+    global_batch = spec.global_batch or spec.micro_batch * spec.num_devices
+    accumulate = accumulation(global_batch, spec.micro_batch, spec.num_devices)
+    per_update = global_batch * config.context_length
+    steps = spec.max_steps
+    if spec.max_tokens is not None:
+        if steps is not None:
+            raise ValueError(
+                f"both max_tokens={spec.max_tokens} and max_steps={steps} are given: a run has one budget"
+            )
+        steps = budget.updates_for_tokens(spec.max_tokens, per_update)
+    tokens = steps * per_update if steps is not None else None
+    schedule = spec.schedule.resolve(steps) if steps is not None else None
+    per_token = flops_per_token(config)
+    total_flops = per_token * tokens if tokens is not None else None
+    step_s = seconds = gpu_hours = None
+    if spec.device is not None and spec.device.peak_flops is not None:
+        step_s = budget.training_seconds(
+            per_token * per_update, spec.device.peak_flops, spec.mfu, spec.num_devices
+        )
+        if steps is not None:
+            seconds = step_s * steps
+            gpu_hours = seconds * spec.num_devices / budget.SECONDS_PER_HOUR
+    layout = _layout(spec, spec.strategy, spec.num_devices)
+    return RunPlan(
+        name=spec.name,
+        precision=spec.precision,
+        strategy=spec.strategy,
+        num_devices=spec.num_devices,
+        parameters=asdict(counts),
+        num_params=counts.total,
+        num_matmul_params=num_matmul_params(config),
+        micro_batch=spec.micro_batch,
+        accumulation=accumulate,
+        global_batch=global_batch,
+        tokens_per_update=per_update,
+        total_steps=steps,
+        total_tokens=tokens,
+        tokens_per_param=tokens / counts.total if tokens is not None else None,
+        chinchilla_tokens=budget.chinchilla_tokens(counts.total),
+        epochs=budget.epochs(tokens, spec.corpus_tokens) if tokens and spec.corpus_tokens else None,
+        flops_per_token=per_token,
+        attention_flops_per_token=attention_flops_per_token(config),
+        recomputed_flops_per_token=recomputed_flops_per_token(config),
+        total_flops=total_flops,
+        step_s=step_s,
+        tokens_per_s=per_update / step_s if step_s else None,
+        seconds=seconds,
+        gpu_hours=gpu_hours,
+        price=gpu_hours * spec.price_per_gpu_hour
+        if gpu_hours is not None and spec.price_per_gpu_hour is not None
+        else None,
+        peak_memory_bytes=plan_memory(
+            config, spec.micro_batch, layout, spec.precision, accumulate, spec.device_type
+        ).peak,
+        memory=_memory_rows(spec, global_batch),
+        checkpoint=_checkpoint(spec, steps, step_s),
+        schedule=schedule,
+        schedule_summary=summarize(schedule) if schedule is not None else None,
+    )
+
+
+def _layout(spec: RunSpec, strategy: Strategy, num_devices: int) -> Layout:
+    return Layout(
+        strategy,
+        num_devices,
+        spec.devices_per_node if strategy == "hybrid" else None,
+        spec.syncs_every_micro_batch,
+        spec.gathers_low,
+    )
+
+
+def _memory_rows(spec: RunSpec, global_batch: int) -> list[MemoryRow]:
+    """Return the layouts worth comparing: one device, copies, shards over a node, over all, and over eight nodes."""
+    node = spec.devices_per_node
+    counts = sorted({node, spec.num_devices, 8 * node} - {1})
+    copies = sorted(
+        {spec.num_devices, node} - {1}
+    )  # with an update of the same size, DDP's peak does depend on their number
+    wanted: list[tuple[Strategy, int]] = [("single", 1), *(("ddp", n) for n in copies)]
+    for strategy in ("fsdp", "fsdp2"):
+        wanted += [(strategy, n) for n in counts]
+    wanted += [("hybrid", n) for n in counts if n > node and n % node == 0]
+    return [_memory_row(spec, strategy, n, global_batch) for strategy, n in wanted]
+
+
+def _memory_row(spec: RunSpec, strategy: Strategy, num_devices: int, global_batch: int) -> MemoryRow:
+    layout = _layout(spec, strategy, num_devices)
+    accumulate = max(1, global_batch // (spec.micro_batch * num_devices))
+    memory = spec.device.memory_bytes if spec.device is not None else None
+    plans, fits = [], []
+    for every in (0, 1):
+        config = replace(spec.config, activation_checkpointing=every)
+        plans.append(
+            plan_memory(config, spec.micro_batch, layout, spec.precision, accumulate, spec.device_type)
+        )
+        fits.append(
+            largest_micro_batch(config, memory, layout, spec.precision, accumulate, spec.device_type)
+            if memory is not None
+            else None
+        )
+    as_configured = (strategy, num_devices) == (spec.strategy, spec.num_devices)
+    return MemoryRow(strategy, num_devices, as_configured, plans[0], plans[1], fits[0], fits[1])
+
+
+def _checkpoint(spec: RunSpec, steps: int | None, step_s: float | None) -> CheckpointPlan:
+    retention = spec.retention or Retention()
+    param, _, moment = precision_bytes(spec.precision)
+    size = budget.adamw_state_bytes(Sizes.of(spec.config).total, param, moment)
+    shards = _layout(spec, spec.strategy, spec.num_devices).num_shards
+    blocked = budget.save_blocks_s(
+        size, shards, spec.write_bytes_per_s, spec.copy_bytes_per_s if retention.async_save else None
+    )
+    num_nodes = -(-spec.num_devices // spec.devices_per_node)
+    mtbf = budget.system_mtbf_s(spec.node_mtbf_s, num_nodes)
+    interval = budget.save_interval_s(blocked, mtbf)
+    kept = None
+    if spec.retention is not None and steps is not None:
+        kept = retention.keep_best + retention.keep_latest + retention.num_archives(steps)
+    return CheckpointPlan(
+        bytes=size,
+        num_kept=kept,
+        disk_bytes=size * (kept + 1) if kept is not None else None,  # one is written before one is pruned
+        blocked_s=blocked,
+        mtbf_s=mtbf,
+        failures_per_day=budget.failures_per_day(spec.node_mtbf_s, num_nodes),
+        save_interval_s=interval,
+        save_interval_steps=max(1, round(interval / step_s)) if step_s else None,
+        lost_share=budget.lost_share(interval, blocked, mtbf, spec.restart_s),
+    )
+
+
+def propose_preset(flops: float) -> list[budget.Proposal]:
+    """Return the presets for a compute budget, the best first; those made for tests are left out."""
+    presets = {}
+    for name in PRESETS:
+        if not name.startswith("tiny"):
+            config = GPTConfig.preset(name)
+            presets[name] = (count_parameters(config).total, flops_per_token(config))
+    return budget.propose(flops, presets)

@@ -1,0 +1,221 @@
+import math
+
+import pytest
+
+from lit_gpt_loop import budget
+from lit_gpt_loop.config import PRESETS, GPTConfig
+from lit_gpt_loop.devices import DEVICES, find_device
+from lit_gpt_loop.flops import count_parameters
+from lit_gpt_loop.plan_config import peak_flops_table
+from lit_gpt_loop.run_plan import Retention, RunSpec, plan_run, propose_preset
+from lit_gpt_loop.schedules import ScheduleConfig, summarize
+
+YEAR = 365 * 86_400.0
+
+
+@pytest.mark.case("W02")
+@pytest.mark.parametrize(
+    ("micro_batch", "accumulation", "devices", "sequences"), [(16, 4, 8, 512), (16, 4, 1, 64)]
+)
+def test_w02_sequences_per_update(micro_batch, accumulation, devices, sequences):
+    assert budget.sequences_per_update(micro_batch, accumulation, devices) == sequences
+    assert sequences * 512 * 1000 == (262_144_000 if devices == 8 else 32_768_000)
+
+
+@pytest.mark.case("W03")
+def test_w03_updates_per_epoch_and_epochs():
+    assert budget.updates_per_epoch(10_000, 128, keep_partial=True) == 79
+    assert budget.updates_per_epoch(10_000, 128, keep_partial=False) == 78
+    assert budget.sequences_per_update(32, 1, 1) * 64 * 400 == 819_200
+    assert round(budget.epochs(819_200, 34_869), 2) == 23.49
+
+
+@pytest.mark.case("W04")
+def test_w04_flops_tokens_and_state():
+    assert budget.training_flops(106_624, 2_048) == pytest.approx(1.310e9, rel=1e-3)
+    assert budget.chinchilla_tokens(10e9) == 200e9
+    assert budget.chinchilla_tokens(70e9) == 1.4e12
+    assert budget.adamw_state_bytes(175e9) == 2.1e12
+
+
+@pytest.mark.case("W08")
+def test_w08_the_plan_of_a_cosine_and_of_a_wsd_schedule():
+    cosine = ScheduleConfig(kind="cosine", warmup_steps=100).resolve(1100)
+    assert cosine(100 + 499) == pytest.approx(
+        (1.0 + 0.1) / 2
+    )  # the middle of the decay: the mean of peak and floor
+    assert cosine(1099) == pytest.approx(0.1)
+    wsd = summarize(ScheduleConfig(warmup_steps=0.02, decay_steps=0.2, decay_shape="linear").resolve(10_000))
+    assert (wsd.warmup_share, wsd.decay_share) == (0.02, 0.2)
+    assert wsd.updates_at_peak / 10_000 == pytest.approx(0.78, abs=2e-4)
+    assert wsd.mean_ratio == pytest.approx(0.89, abs=2e-4)
+
+
+@pytest.mark.case("W09")
+def test_w09_failures_and_the_interval_that_follows():
+    assert budget.failures_per_day(YEAR, 10_000) == pytest.approx(27.4, abs=0.05)
+    mtbf = budget.system_mtbf_s(YEAR, 10_000)
+    assert mtbf == pytest.approx(3153.6)
+    # Young: sqrt(2 C M); Daly's further terms come to 1.4% here and the save itself is not part of the interval.
+    young = math.sqrt(2 * 10 * mtbf)
+    x = math.sqrt(10 / (2 * mtbf))
+    assert budget.save_interval_s(10, mtbf) == pytest.approx(young * (1 + x / 3 + x * x / 9) - 10)
+
+
+def test_the_interval_loses_least():
+    for save_s, mtbf_s in ((10.0, 3_000.0), (60.0, 86_400.0), (1.0, 1e6)):
+        best = budget.save_interval_s(save_s, mtbf_s)
+        losses = {f: budget.lost_share(best * f, save_s, mtbf_s) for f in (0.5, 0.9, 1.0, 1.1, 2.0)}
+        assert losses[1.0] < min(losses[0.5], losses[2.0])
+        assert losses[1.0] == pytest.approx(min(losses.values()), rel=0.01)
+
+
+def test_more_failures_than_saves_can_follow():
+    assert budget.save_interval_s(100.0, 40.0) == 40.0
+
+
+def test_a_budget_in_tokens_pays_for_whole_updates():
+    assert budget.updates_for_tokens(1000, 300) == 3
+    with pytest.raises(ValueError, match="less than one update's 300"):
+        budget.updates_for_tokens(299, 300)
+
+
+def test_time_and_money():
+    # 6e18 FLOPs at half of 1e15 FLOP/s on 2 devices: 6000 s.
+    assert budget.training_seconds(6e18, 1e15, 0.5, 2) == pytest.approx(6000.0)
+    assert budget.flops_of_gpu_hours(2 * 6000 / 3600, 1e15, 0.5) == pytest.approx(6e18)
+    for mfu in (0.0, 1.1, 40):
+        with pytest.raises(ValueError, match=r"must lie in \(0, 1\]"):
+            budget.training_seconds(1.0, 1.0, mfu, 1)
+
+
+def test_compute_optimal():
+    n, tokens = budget.compute_optimal_size(5.76e23)  # Chinchilla's own budget: 70 B parameters, 1.4 T tokens
+    assert n == pytest.approx(70e9, rel=0.02)
+    assert tokens == pytest.approx(1.4e12, rel=0.02)
+    config = GPTConfig.preset("gpt2-124m")
+    exact = 6.0 * (count_parameters(config).total - 1024 * 768) * 20 * count_parameters(config).total
+    best = propose_preset(exact)[0]
+    assert best.preset == "gpt2-124m"
+    assert best.tokens_per_param == pytest.approx(20, rel=0.01)
+    assert not any(p.preset.startswith("tiny") for p in propose_preset(1e15))
+
+
+# From the papers and model cards: GPT-2 small 124M (its state dict has 124,439,808), medium 354,823,168, large 774,030,080,
+# XL 1,557,611,200; Meta-Llama-3-8B 8,030,261,248.
+@pytest.mark.parametrize(
+    ("preset", "published"),
+    [
+        ("gpt2-124m", 124_439_808),
+        ("gpt2-350m", 354_823_168),
+        ("gpt2-774m", 774_030_080),
+        ("gpt2-1.5b", 1_557_611_200),
+        ("llama-3-8b", 8_030_261_248),
+    ],
+)
+def test_parameters_of_the_plan_are_the_published_ones(preset, published):
+    plan = plan_run(RunSpec("p", GPTConfig.preset(preset), micro_batch=1, max_steps=1000))
+    assert plan.num_params == published == sum(plan.parameters.values())
+
+
+def test_the_numbers_of_a_plan_add_up():
+    device = find_device("h100", peak_flops_table(), "bf16")
+    spec = RunSpec(
+        "p",
+        GPTConfig.preset("gpt2-124m"),
+        micro_batch=16,
+        global_batch=512,
+        max_tokens=10_000_000_000,
+        strategy="ddp",
+        num_devices=8,
+        device=device,
+        mfu=0.5,
+        price_per_gpu_hour=2.0,
+        corpus_tokens=5_000_000_000,
+        retention=Retention(keep_best=1, keep_latest=2, archive_every_n_steps=5000),
+    )
+    plan = plan_run(spec)
+    assert plan.accumulation == 4
+    assert plan.tokens_per_update == 512 * 1024
+    assert plan.total_steps == 10_000_000_000 // (512 * 1024) == 19_073
+    assert plan.total_tokens == 19_073 * 512 * 1024
+    assert plan.epochs == pytest.approx(2.0, rel=1e-4)
+    assert plan.tokens_per_param == pytest.approx(plan.total_tokens / 124_439_808)
+    # N: all weights of matrices, the tied head included, biases, norms and positions not.
+    matrices = 12 * (4 * 768 * 768 + 8 * 768 * 768) + 50_257 * 768
+    assert plan.flops_per_token == 6 * matrices
+    assert plan.seconds == pytest.approx(6 * matrices * plan.total_tokens / (8 * 989.4e12 * 0.5))
+    assert plan.gpu_hours == pytest.approx(plan.seconds * 8 / 3600)
+    assert plan.price == pytest.approx(2 * plan.gpu_hours)
+    assert plan.checkpoint.bytes == 12 * 124_439_808
+    assert plan.checkpoint.num_kept == 1 + 2 + 3
+    assert plan.checkpoint.disk_bytes == 7 * plan.checkpoint.bytes
+    assert plan.checkpoint.blocked_s == pytest.approx(12 * 124_439_808 / 1e9)  # one rank of DDP writes all
+    assert [(r.strategy, r.num_devices) for r in plan.memory if r.as_configured] == [("ddp", 8)]
+
+
+def test_sharded_saves_are_written_by_all_ranks_and_asynchronous_ones_block_for_a_copy():
+    config = GPTConfig.preset("gpt2-124m")
+    common = {
+        "micro_batch": 1,
+        "max_steps": 10,
+        "num_devices": 8,
+        "write_bytes_per_s": 1e9,
+        "copy_bytes_per_s": 1e10,
+    }
+    plain = plan_run(RunSpec("p", config, strategy="fsdp2", **common)).checkpoint
+    assert plain.blocked_s == pytest.approx(plain.bytes / 8 / 1e9)
+    later = plan_run(
+        RunSpec("p", config, strategy="fsdp2", retention=Retention(async_save=True), **common)
+    ).checkpoint
+    assert later.blocked_s == pytest.approx(plain.bytes / 8 / 1e10)
+
+
+def test_archives_by_interval_and_by_list():
+    assert Retention(archive_every_n_steps=4).num_archives(18) == 4
+    assert Retention(archive_every_n_steps=[20, 60]).num_archives(50) == 1
+    assert Retention().num_archives(1000) == 0
+
+
+def test_errors_name_the_remedy():
+    config = GPTConfig.preset("tiny")
+    with pytest.raises(ValueError, match="Take global_batch_size=9 or 12"):
+        plan_run(
+            RunSpec("p", config, micro_batch=1, global_batch=10, num_devices=3, strategy="ddp", max_steps=1)
+        )
+    with pytest.raises(ValueError, match="one budget"):
+        plan_run(RunSpec("p", config, micro_batch=1, max_steps=1, max_tokens=10_000))
+    with pytest.raises(ValueError, match="overlap"):
+        plan_run(
+            RunSpec(
+                "p",
+                config,
+                micro_batch=1,
+                max_steps=5,
+                schedule=ScheduleConfig(warmup_steps=4, decay_steps=3),
+            )
+        )
+
+
+def test_every_device_has_a_peak_and_unknown_ones_are_refused():
+    peaks = peak_flops_table()
+    for name, (entry, gib) in DEVICES.items():
+        assert entry in peaks, name
+        assert 10 < gib < 300
+    assert {entry for entry, _ in DEVICES.values()} == set(peaks), (
+        "a device of the table cannot be planned for"
+    )
+    assert find_device("NVIDIA H200", peaks, "bf16").peak_flops == pytest.approx(9.894e14)
+    with pytest.raises(ValueError, match=r"did you mean h100.*--peak_tflops .* and --device_memory_gib"):
+        find_device("h1000", peaks, "bf16")
+    with pytest.raises(ValueError, match=r"t4 has no bf16 units: set trainer.precision"):
+        find_device("t4", peaks, "bf16")
+    assert find_device("mine", peaks, "bf16", peak_tflops=100, memory_gib=10).memory_bytes == 10 * 2**30
+
+
+def test_presets_all_plan():
+    for name in PRESETS:
+        assert (
+            plan_run(RunSpec(name, GPTConfig.preset(name), micro_batch=1, max_steps=100)).peak_memory_bytes
+            > 0
+        )

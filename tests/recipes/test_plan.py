@@ -1,0 +1,350 @@
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from callbacks.checkpoint_retention import CheckpointRetention
+from callbacks.mfu import PEAK_FLOPS
+from lit_gpt_loop.data import TextDataModule
+from lit_gpt_loop.memory import plan_memory
+from lit_gpt_loop.model import GPT
+from lit_gpt_loop.module import LitGPT
+from lit_gpt_loop.plan_config import (
+    DATA,
+    DEFAULT_TOKENIZER,
+    MFU,
+    MODULE,
+    RETENTION,
+    constant,
+    constructor_defaults,
+    merge,
+    peak_flops_table,
+    read_run_spec,
+)
+from recipes import plan as recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = {
+    "trainer": {
+        "max_steps": 1000,
+        "devices": 4,
+        "strategy": "fsdp2",
+        "precision": "bf16-mixed",
+        "callbacks": [
+            {
+                "class_path": "callbacks.CheckpointRetention",
+                "init_args": {"archive_every_n_steps": 250, "keep_latest": 3},
+            }
+        ],
+    },
+    "model": {
+        "config": "llama-150m",
+        "overrides": {"n_layer": 8},
+        "schedule": {"kind": "wsd", "warmup_steps": 100, "decay_steps": 0.2, "decay_shape": "linear"},
+    },
+    "data": {
+        "tokenizer": "gpt2",
+        "context_length": 1024,
+        "micro_batch_size": 8,
+        "global_batch_tokens": 262_144,
+    },
+}
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    return path
+
+
+def run(capsys, *args):
+    plan = recipe.main([str(a) for a in args])
+    return plan, capsys.readouterr().out
+
+
+def test_what_the_configuration_says_is_what_is_planned(config_file, tmp_path, capsys):
+    plan, text = run(
+        capsys,
+        "--config",
+        config_file,
+        "--gpu",
+        "h100",
+        "--mfu",
+        0.5,
+        "--price_per_gpu_hour",
+        3,
+        "--out",
+        tmp_path / "out",
+    )
+    assert (plan.strategy, plan.num_devices, plan.accumulation) == ("fsdp2", 4, 8)
+    assert plan.tokens_per_update == 262_144
+    assert plan.total_tokens == 262_144_000
+    with torch.device("meta"):
+        model = GPT(
+            LitGPT(
+                config="llama-150m",
+                overrides={"n_layer": 8},
+                vocab_size=50257,
+                context_length=1024,
+                init_device="meta",
+            ).config
+        )
+    assert plan.num_params == sum(p.numel() for p in model.parameters())
+    assert plan.checkpoint.num_kept == 1 + 3 + 4
+    assert plan.schedule_summary.warmup_share == 0.1
+    assert plan.schedule_summary.updates_at_peak == 1000 - 100 - 200 + 1
+    assert plan.price == pytest.approx(3 * plan.gpu_hours)
+    for part in (
+        "tokens per parameter",
+        "fsdp2 *",
+        "hybrid",
+        "GPU-hours",
+        "Young-Daly",
+        "8 kept",
+        "updates at peak",
+    ):
+        assert part in text, part
+    saved = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert saved["num_params"] == plan.num_params
+    assert saved["memory"][0]["plain"]["parameters"] == 4 * plan.num_params
+    assert (tmp_path / "out" / "schedule.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_line_overrides_the_file(config_file, capsys):
+    plan, text = run(
+        capsys, "--config", config_file, "--trainer.max_steps=50", "--data.micro_batch_size", 4, "--devices", 2,
+        "--model.schedule.warmup_steps", 10, "--run", "other", "--out", "none",
+    )  # fmt: skip
+    assert (plan.name, plan.total_steps, plan.micro_batch, plan.num_devices) == ("other", 50, 4, 2)
+    assert plan.schedule.warmup_steps == 10
+    assert "wrote" not in text
+
+
+def test_two_files_are_merged(config_file, tmp_path, capsys):
+    second = tmp_path / "second.yaml"
+    second.write_text("model: {config: gpt2-124m, overrides: null}\ntrainer: {max_steps: 7, strategy: ddp}\n")
+    plan, _ = run(
+        capsys,
+        "--config",
+        config_file,
+        "--config",
+        second,
+        "--model.schedule",
+        "{kind: cosine, warmup_steps: 2}",
+        "--out",
+        "none",
+    )
+    assert plan.num_params == 124_439_808
+    assert (plan.total_steps, plan.strategy, plan.schedule.kind) == (7, "ddp", "cosine")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--gpu", "rtx9090"], "not in the table"),
+        (["--devices", "3"], "does not divide"),
+        (["--model.config", "gpt3-124m"], "did you mean gpt2-124m"),
+        (["--mfu", "40", "--gpu", "h100"], r"must lie in \(0, 1\]"),
+        (["--trainer.max_steps", "110"], "overlap"),
+        (["--trainer.strategy", "deepspeed"], "no memory model for strategy 'deepspeed'"),
+        (["--data.global_batch_tokens", "1000"], "no multiple of data.context_length=1024: use 1024"),
+        (["--trainer.precision", "bf16-mixed", "--gpu", "t4"], "has no bf16 units"),
+        (["--max_tokens", "1000000"], "one budget"),
+        (["--model.schedule.warmup", "3"], "model.schedule has no field warmup"),
+    ],
+)
+def test_bad_input_gets_one_clear_error(config_file, args, message):
+    with pytest.raises(ValueError, match=message):
+        recipe.main(["--config", str(config_file), "--out", "none", *args])
+
+
+def test_missing_and_empty_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no configuration at"):
+        recipe.main(["--config", str(tmp_path / "none.yaml")])
+    with pytest.raises(ValueError, match="nothing to plan"):
+        recipe.main([])
+
+
+def test_budgets_propose_a_preset(capsys):
+    _, text = run(capsys, "--budget_gpu_hours", 500, "--gpu", "h100", "--mfu", 0.4)
+    assert "gpt2-1.5b" in text and "proposed: --model.config gpt2-1.5b --max_tokens" in text
+    _, again = run(capsys, "--budget_flops", 500 * 3600 * 989.4e12 * 0.4)
+    assert again == text
+    with pytest.raises(ValueError, match="--gpu h100"):
+        recipe.main(["--budget_gpu_hours", "5"])
+    with pytest.raises(ValueError, match="give one of them"):
+        recipe.main(["--budget_gpu_hours", "5", "--budget_flops", "1e18"])
+
+
+def test_a_model_that_does_not_fit_says_what_to_do(config_file, capsys):
+    _, text = run(
+        capsys,
+        "--config",
+        config_file,
+        "--model.config",
+        "llama-3-8b",
+        "--devices",
+        1,
+        "--gpu",
+        "l4",
+        "--out",
+        "none",
+    )
+    assert "does not fit" in text and "activation_checkpointing" in text
+
+
+def test_without_matplotlib_a_message_and_no_failure(config_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    _, text = run(capsys, "--config", config_file, "--out", tmp_path / "out")
+    assert "needs matplotlib: pip install" in text
+    assert (tmp_path / "out" / "plan.json").is_file()
+
+
+def test_every_config_of_the_project_plans(capsys):
+    files = sorted((ROOT / "configs").glob("*.yaml"))
+    assert files
+    for path in files:
+        if "data" in yaml.safe_load(path.read_text()):
+            plan, _ = run(capsys, "--config", path, "--gpu", "h200", "--out", "none")
+            assert plan.total_steps
+
+
+def test_a_prepared_store_gives_epochs(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("the robot picks up the red box. " * 200)
+    data = TextDataModule(
+        corpus=str(tmp_path / "text.txt"),
+        tokenizer="bytes",
+        data_dir=str(tmp_path / "data"),
+        val_split="tail",
+        val_fraction=0.1,
+    )
+    data.prepare_data()
+    config = {
+        "trainer": {"max_steps": 10, "devices": 1},
+        "model": {"config": "tiny"},
+        "data": {
+            "corpus": str(tmp_path / "text.txt"),
+            "tokenizer": "bytes",
+            "data_dir": str(tmp_path / "data"),
+            "context_length": 64,
+            "micro_batch_size": 9,
+            "val_fraction": 0.1,
+        },
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    plan, _ = run(capsys, "--config", tmp_path / "c.yaml", "--out", "none")
+    assert plan.epochs == pytest.approx(9 * 64 * 10 / (6401 * 0.9), rel=1e-3)
+
+
+def test_defaults_are_read_from_the_constructors():
+    import inspect
+
+    for path, cls in ((DATA, TextDataModule), (MODULE, LitGPT), (RETENTION, CheckpointRetention)):
+        signature = inspect.signature(cls.__init__).parameters
+        read = constructor_defaults(path, cls.__name__)
+        actual = {k: p.default for k, p in signature.items() if p.default is not inspect.Parameter.empty}
+        assert read == actual
+    assert peak_flops_table() == PEAK_FLOPS
+    assert f"bpe:{TextDataModule().vocab_size}" == DEFAULT_TOKENIZER
+    assert constant(MFU, "IGNORE_INDEX") == -100
+    with pytest.raises(ValueError, match="no constant NOTHING"):
+        constant(MFU, "NOTHING")
+    with pytest.raises(ValueError, match="no class Nobody"):
+        constructor_defaults(DATA, "Nobody")
+
+
+def test_merge_replaces_what_has_a_class_path():
+    old = {"trainer": {"strategy": {"class_path": "a", "init_args": {"x": 1}}, "max_steps": 1}}
+    new = merge(old, {"trainer": {"strategy": {"class_path": "b"}}})
+    assert new == {"trainer": {"strategy": {"class_path": "b"}, "max_steps": 1}}
+    assert old["trainer"]["strategy"]["class_path"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [
+        ({"devices": 1, "strategy": "fsdp2"}, ("single", 1)),
+        ({"devices": 2}, ("ddp", 2)),
+        ({"devices": [0, 1, 2], "num_nodes": 2, "strategy": "fsdp"}, ("fsdp", 6)),
+        ({"devices": "0,1", "strategy": {"class_path": "lit_gpt_loop.strategies.DDP"}}, ("ddp", 2)),
+        (
+            {
+                "devices": 8,
+                "num_nodes": 2,
+                "strategy": {
+                    "class_path": "lit_gpt_loop.strategies.FSDP",
+                    "init_args": {"sharding_strategy": "HYBRID_SHARD"},
+                },
+            },
+            ("hybrid", 16),
+        ),
+        ({"devices": "auto"}, ("single", 1)),
+    ],
+)
+def test_strategies_and_devices(trainer, expected):
+    spec = read_run_spec(
+        {
+            "trainer": {"max_steps": 100, **trainer},
+            "model": {"config": "tiny"},
+            "data": {"tokenizer": "bytes"},
+        },
+        "x",
+        [],
+    )
+    assert (spec.strategy, spec.num_devices) == expected
+
+
+def test_the_plan_of_a_run_is_what_its_first_updates_take(tmp_path):
+    """Parameters, tokens and FLOPs of the plan are those that LitGPT counts; memory is held against runs in test_memory.py."""
+    config = {
+        "trainer": {"max_steps": 20, "precision": "32-true"},
+        "model": {"config": "tiny-llama"},
+        "data": {"tokenizer": "bytes", "context_length": 32, "micro_batch_size": 3, "global_batch_size": 6},
+    }
+    spec = read_run_spec(config, "x", [])
+    module = LitGPT(config="tiny-llama", vocab_size=257, context_length=32)
+    assert spec.config == module.config
+    plan = recipe.plan_run(spec)
+    assert plan.flops_per_token == module.flops_per_token
+    assert plan.num_params == sum(p.numel() for p in module.parameters())
+    assert plan.num_matmul_params == module.num_matmul_params
+    assert plan.tokens_per_update == 6 * 32
+    assert plan.peak_memory_bytes == plan_memory(spec.config, 3, None, "32-true", 2, spec.device_type).peak
+
+
+@pytest.mark.slow
+def test_answers_in_three_seconds_without_torch(config_file):
+    best = 99.0
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "recipes.plan", "--config", config_file, "--gpu", "h100", "--out", "none"],
+            cwd=ROOT, check=True, capture_output=True, timeout=60,
+        )  # fmt: skip
+        best = min(best, time.perf_counter() - start)
+    assert best < 3.0
+    code = (
+        "import sys; from recipes.plan import main; main(sys.argv[1:]); "
+        "loaded = {'torch', 'lightning', 'datasets', 'transformers', 'matplotlib'} & set(sys.modules); assert not loaded, loaded"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, "--config", str(config_file), "--out", "none"],
+        cwd=ROOT, check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+
+
+def test_help_is_for_newcomers():
+    result = subprocess.run(
+        [sys.executable, "-m", "recipes.plan", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0
+    for word in ("examples:", "--price_per_gpu_hour", "--node_mtbf_hours", "perf/mfu"):
+        assert word in result.stdout
