@@ -30,6 +30,7 @@ from lit_gpt_loop.module import LitGPT
 from lit_gpt_loop.progress import UpdateProgressBar
 from lit_gpt_loop.schedules import summarize
 from lit_gpt_loop.strategies import DDP, FSDP, FSDP2, OneDevice
+from lit_gpt_loop.trained import TOKENIZER_FILE
 
 # A checkpoint that the user names -> what Trainer takes; None when the run has none yet and "auto" was asked.
 Resolve = Callable[[str, Path], Path | None]
@@ -107,7 +108,9 @@ class PretrainCLI(LightningCLI):
         """Build the Trainer with our loggers, strategy and bar where the configuration names none."""
         config = self.config[self.subcommand]
         trainer = config.trainer
-        if trainer.logger is None or trainer.logger is True:
+        if self.subcommand != "fit":
+            kwargs["logger"] = False  # the journal and W&B tell of training
+        elif trainer.logger is None or trainer.logger is True:
             kwargs["logger"] = [JournalLogger(self.run_dir), RunWandbLogger(self.run_dir)]
         if isinstance(trainer.strategy, str):
             kwargs["strategy"] = _strategy(trainer)
@@ -121,6 +124,8 @@ class PretrainCLI(LightningCLI):
             and trainer.enable_progress_bar is not False
         ):
             callbacks = [*callbacks, UpdateProgressBar()]
+        if self.subcommand == "fit":
+            callbacks = [*callbacks, _KeepTokenizer()]
         kwargs["callbacks"] = callbacks
         kwargs["default_root_dir"] = str(self.run_dir)
         if trainer.enable_checkpointing is None:  # Lightning would add a ModelCheckpoint of its own
@@ -151,7 +156,7 @@ class PretrainCLI(LightningCLI):
     def fit(self, model: LitGPT, datamodule: TextDataModule, ckpt_path: Any = None, **kwargs: Any) -> None:
         """Train from the given checkpoint, by default from the run's latest."""
         trainer = self.trainer
-        if trainer.max_steps <= 0 and trainer.max_time is None:  # type: ignore[attr-defined]
+        if trainer.max_steps <= 0 and self.config[self.subcommand].trainer.max_time is None:
             raise ValueError("the run has no end: set trainer.max_steps, --max_tokens or trainer.max_time")
         # Fails here, before data is read, if phases overlap.
         total = trainer.max_steps if trainer.max_steps > 0 else None
@@ -176,6 +181,11 @@ class PretrainCLI(LightningCLI):
         if total:
             rank_zero_info(f"schedule: {schedule.kind}, {summarize(schedule)}")
         trainer.fit(model, datamodule=datamodule, ckpt_path=path, weights_only=True)
+        if total and trainer.global_step == model.updates_at_start == total:
+            rank_zero_info(
+                f"The run was complete at {total} updates: nothing was trained. Raise trainer.max_steps to go on (a wsd schedule "
+                "extends from before its decay), or start another with --run NAME."
+            )
 
     def after_fit(self) -> None:
         """Validate the final weights if the last update was not validated, and say what to do next."""
@@ -183,7 +193,7 @@ class PretrainCLI(LightningCLI):
         if trainer.interrupted:  # type: ignore[attr-defined]
             return
         metrics = trainer.callback_metrics
-        if "val/loss" not in metrics or int(metrics.get("progress/update", -1)) != self.model.updates:
+        if self.model.validated_at != self.model.updates:
             trainer.validate(self.model, datamodule=self.datamodule, verbose=False)
             metrics = trainer.callback_metrics
         self._report({k: float(v) for k, v in metrics.items() if k.startswith("val/")})
@@ -247,13 +257,23 @@ class PretrainCLI(LightningCLI):
         config.pop("config", None)
         for key in ("vocab_size", "eot_id"):  # linked at instantiation; parsing left them null
             config.model[key] = getattr(self.datamodule, key)
-        text = self._parser(self.subcommand).dump(config, skip_none=False, skip_link_targets=False)
+        text = self._parser(self.subcommand).dump(config, skip_unset=False, skip_link_targets=False)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         number, path = 1, self.run_dir / "config.yaml"
         while path.exists():
             number += 1
             path = self.run_dir / f"config-{number}.yaml"
         path.write_text(text)
+
+
+class _KeepTokenizer(pl.Callback):
+    """Put the tokenizer into the run's directory, so that the run can be used without its data."""
+
+    @rank_zero_only
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        path = Path(trainer.default_root_dir) / TOKENIZER_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trainer.datamodule.tokenizer.save(path)  # type: ignore[attr-defined]
 
 
 def choose_precision(accelerator: Any) -> tuple[str, str]:

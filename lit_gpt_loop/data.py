@@ -87,7 +87,7 @@ class TextDataModule(pl.LightningDataModule):
     def __init__(
         self,
         *,
-        corpus: str | list[str] | Corpus = "factbook",
+        corpus: str | list[str] = "factbook",
         corpus_options: dict[str, Any] | None = None,
         text_field: str = "text",
         document_separator: str | None = None,
@@ -451,6 +451,11 @@ class TextDataModule(pl.LightningDataModule):
     def val_bytes_per_token(self) -> float:
         """UTF-8 bytes of text per target of the validation set: bits per byte = nats per token / ln 2 / this."""
         return self.val_evaluation.bytes_per_token
+
+    @property
+    def test_bytes_per_token(self) -> float:
+        """The same of the test set."""
+        return self.test_evaluation.bytes_per_token
 
     @cached_property
     def token_bytes(self) -> torch.Tensor | None:

@@ -121,6 +121,8 @@ class LitGPT(pl.LightningModule):
         self.val_metric, self.test_metric = TokenLoss(), TokenLoss()
         self.schedule: Schedule | None = None
         self.updates, self.tokens = 0, 0  # that happened / trained on, over the life of the run
+        self.updates_at_start = 0  # of this process
+        self.validated_at = -1  # updates that the last validated weights had seen
         self._update_happened = False
         self._rate_used = 0.0
         self._last_global_step = 0
@@ -263,6 +265,7 @@ class LitGPT(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log `val/*`."""
+        self.validated_at = self.updates
         self._log_evaluation("val", self.val_metric)
 
     def on_test_epoch_end(self) -> None:
@@ -312,6 +315,7 @@ class LitGPT(pl.LightningModule):
         if state is None:
             return
         self.updates, self.tokens = state["updates"], state["tokens"]
+        self.updates_at_start = self.updates
         if self._trainer is None or self.trainer.state.fn != "fit":
             return
         for line in _differences(checkpoint.get("hyper_parameters", {}), dict(self.hparams)):

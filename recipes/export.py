@@ -1,4 +1,7 @@
-"""A trained model as a folder that Hugging Face transformers loads: safetensors, config.json, tokenizer files.
+"""A trained model for others: `python -m recipes.export --run runs/quickstart --checkpoint best --out exported`.
+
+`--format hf` (the default) writes a folder that Hugging Face transformers loads: safetensors, config.json, tokenizer files;
+`--format lightning` one plain Lightning .ckpt with optimizer and all, which any Lightning project loads.
 
 Only tensors and JSON are written, so nothing in the folder can run code when it is loaded.
 """
@@ -11,14 +14,20 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
+from jsonargparse import auto_cli
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from lit_gpt_loop.checkpoint_files import to_lightning_ckpt
 from lit_gpt_loop.config import GPTConfig
 from lit_gpt_loop.hf import to_hf_config, to_hf_state_dict
+from lit_gpt_loop.tokenizer import LibraryTokenizer
+from lit_gpt_loop.trained import TOKENIZER_FILE, read_run
+from recipes.pretrain import resolve, run_command
 
 
 def export_hf(
@@ -110,3 +119,43 @@ def _eot_id(tokenizer_file: str | os.PathLike[str], eot_token: str | None, vocab
 
 def _write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def export(
+    run: Path,
+    out: Path,
+    checkpoint: str = "latest",
+    format: Literal["hf", "lightning"] = "hf",
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+) -> None:
+    """Export a checkpoint of a run.
+
+    Args:
+        run: the run's directory.
+        out: the folder (hf) or file (lightning) to write; must not exist.
+        checkpoint: latest, best, archive:STEP, a step directory or a path.
+        format: hf for transformers, lightning for a single-file .ckpt.
+        dtype: of the weights, for hf.
+    """
+    path = resolve(checkpoint, run)
+    assert path is not None  # only "auto" resolves to nothing
+    if out.exists():
+        raise FileExistsError(f"{out} exists: give another --out, or remove it first")
+    if format == "lightning":
+        to_lightning_ckpt(path, out)
+    else:
+        trained = read_run(run, path)
+        has_file = isinstance(trained.tokenizer, LibraryTokenizer)
+        export_hf(
+            trained.model.state_dict(),
+            trained.model.config,
+            run / TOKENIZER_FILE if has_file else None,
+            out,
+            eot_token=trained.tokenizer.end_token if has_file else None,
+            dtype=getattr(torch, dtype),
+        )
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    run_command(lambda: auto_cli(export, as_positional=False))

@@ -9,10 +9,13 @@ Every value of the configuration can be given on the command line: --model.lr 3e
 --data.micro_batch_size 8 --run my-run. `fit --print_config` shows them all; `fit --help` explains them.
 """
 
+import re
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lit_gpt_loop  # noqa: F401  refuses compromised releases of Lightning before it is imported
 from callbacks.checkpoint_retention import CheckpointRetention
@@ -28,6 +31,20 @@ def resolve(spec: str, run_dir: Path) -> Path | None:
     return CheckpointRetention.resolve(run_dir / "checkpoints", spec)
 
 
+def newest_config(run_dir: Path) -> Path:
+    """Return the configuration that a run was last started with.
+
+    Raises:
+        FileNotFoundError: the directory holds none.
+    """
+    configs = sorted(run_dir.glob("config*.yaml"), key=lambda p: int(re.sub(r"\D", "", p.stem) or 1))
+    if not configs:
+        raise FileNotFoundError(
+            f"{run_dir} holds no config.yaml: --run takes a directory that recipes.pretrain made"
+        )
+    return configs[-1]
+
+
 def main(args: list[str] | None = None) -> PretrainCLI:
     """Run the command line (the process's own arguments by default)."""
     warnings.filterwarnings(
@@ -36,6 +53,9 @@ def main(args: list[str] | None = None) -> PretrainCLI:
     warnings.filterwarnings(
         "ignore", message=r".*does not have many workers.*"
     )  # blocks are read from memory
+    warnings.filterwarnings(
+        "ignore", message=r".*args parameter is intended to run from within Python.*"
+    )  # other recipes do
     return PretrainCLI(resolve, args=args, parser_kwargs={"description": __doc__})
 
 
@@ -46,10 +66,15 @@ def is_ours(error: BaseException) -> bool:
     return module.partition(".")[0] in ("lit_gpt_loop", "callbacks", "recipes", "__main__")
 
 
-if __name__ == "__main__":
+def run_command(command: Callable[[], Any]) -> None:
+    """Run a command; end with a message alone where one of our own errors says all that the user needs."""
     try:
-        main()
+        command()
     except (ValueError, FileNotFoundError) as e:
         if not is_ours(e):
             raise
         sys.exit(f"error: {e}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,214 @@
+"""The command line as its users meet it: in this process for speed, in real ones for the quickstart."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lit_gpt_loop.journal import read_journal
+from lit_gpt_loop.trained import read_run
+from recipes.pretrain import main, newest_config, resolve
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {
+    "trainer": {
+        "max_steps": 4,
+        "val_check_interval": 2,
+        "precision": "32-true",
+        "enable_progress_bar": False,
+        "callbacks": [
+            {"class_path": "callbacks.TokenWeightedLoss"},
+            {"class_path": "callbacks.CheckpointRetention", "init_args": {"every_n_steps": 2}},
+        ],
+    },
+    "model": {"config": "tiny", "lr": 0.01, "schedule": {"warmup_steps": 1, "decay_steps": 0}},
+    "data": {
+        "tokenizer": "bytes",
+        "context_length": 32,
+        "micro_batch_size": 2,
+        "global_batch_size": 4,
+        "limit_val_blocks": 4,
+    },
+}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("A farmer had a field, and in the field there was a well. " * 100)
+    journal = {"class_path": "lit_gpt_loop.journal.JournalLogger", "init_args": {"save_dir": "runs/small"}}
+    config = CONFIG | {
+        "trainer": CONFIG["trainer"] | {"logger": [journal]},
+        "data": CONFIG["data"]
+        | {"corpus": str(tmp_path / "text.txt"), "val_split": "tail", "val_fraction": 0.1},
+    }
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+def fit(*args):
+    return main(["fit", "--config", "small.yaml", *args])
+
+
+@pytest.mark.case("C46")
+def test_c46_the_same_command_twice_continues_and_keeps_both_configs(place):
+    fit()
+    first = (place / "runs/small/config.yaml").read_bytes()
+    cli = fit()
+    assert cli.model.updates == 4
+    assert cli.model.updates_at_start == 4
+    assert (place / "runs/small/config.yaml").read_bytes() == first
+    assert (place / "runs/small/config-2.yaml").is_file()
+    assert newest_config(place / "runs/small").name == "config-2.yaml"
+    assert [r["step"] for r in read_journal("runs/small", "update")] == [1, 2, 3, 4]
+
+
+@pytest.mark.case("C46")
+def test_c46_an_explicit_value_wins_over_the_checkpoints(place):
+    fit("--model.lr", "0.1")
+    fit("--model.lr", "0.001", "--trainer.max_steps", "6")
+    rates = [r["optim/lr"] for r in read_journal("runs/small", "update")]
+    assert rates == [0.1] * 4 + [0.001] * 2
+
+
+@pytest.mark.case("C46")
+def test_c46_an_appended_callback_keeps_the_base_list(place):
+    cli = fit("--trainer.callbacks+=callbacks.MFUMonitor")
+    names = [type(c).__name__ for c in cli.trainer.callbacks]
+    assert {"TokenWeightedLoss", "CheckpointRetention", "MFUMonitor"} <= set(names)
+
+
+@pytest.mark.case("C46")
+def test_c46_linked_values_stand_in_config_and_checkpoint(place):
+    fit()
+    config = yaml.safe_load((place / "runs/small/config.yaml").read_text())
+    assert config["model"]["vocab_size"] == 257
+    assert config["model"]["context_length"] == 32
+    trained = read_run("runs/small", resolve("latest", Path("runs/small")))
+    assert trained.hyper_parameters["config"]["vocab_size"] == 257
+    assert trained.updates == 4
+    # and the saved configuration starts a run of another name
+    main(["fit", "--config", "runs/small/config.yaml", "--run", "again"])
+    assert (place / "runs/again/checkpoints").is_dir()
+
+
+def test_a_stopped_run_continues_bitwise_as_if_it_had_not_stopped(place):
+    fit("--run", "whole", "--trainer.max_steps", "7")
+    fit("--trainer.max_steps", "3")
+    fit("--trainer.max_steps", "7")
+    a, b = (
+        read_run(f"runs/{n}", resolve("latest", Path(f"runs/{n}"))).model.state_dict()
+        for n in ("whole", "small")
+    )
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.case("W02")
+def test_w02_budget_in_tokens_and_batch_in_sequences(place, capsys):
+    cli = fit("--trainer.max_steps", "-1", "--max_tokens", "700", "--data.micro_batch_size", "1")
+    assert cli.trainer.accumulate_grad_batches == 4
+    assert cli.trainer.max_steps == 700 // (4 * 32) == 5
+    assert [r["step"] for r in read_journal("runs/small", "validation")] == [
+        2,
+        4,
+        5,
+    ]  # updates, and the last one
+
+
+def test_validate_test_and_predict_read_the_runs_checkpoint(place):
+    fit()
+    (out,) = [r for r in read_journal("runs/small", "validation") if r["step"] == 4]
+    for verb in ("validate", "test"):
+        metrics = main(
+            [verb, "--config", "runs/small/config.yaml", "--verbose", "false"]
+        ).trainer.callback_metrics
+        assert float(metrics[f"{verb[:4].replace('vali', 'val')}/loss"]) == pytest.approx(
+            out["val/loss"], rel=1e-12
+        )
+    main(["predict", "--config", "runs/small/config.yaml"])
+
+
+def test_the_end_names_the_run_directory_and_what_to_do_next(place, capsys):
+    fit()
+    text = capsys.readouterr().out
+    assert re.search(r"validation loss [\d.]+ nats/token, perplexity [\d.]+, bits per byte [\d.]+", text)
+    assert "run directory: runs/small" in text
+    assert "python -m recipes.sample --run runs/small" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--data.global_batch_size", "5"], "5"),
+        (["--model.schedule.warmup_steps", "9"], "overlap in a run of 4 updates"),
+        (["--model.config", "gtp2-124m"], "did you mean gpt2-124m"),
+        (["--model.overrides", "{n_head: 5}"], "n_head=5 does not divide n_embd=32"),
+        (["--trainer.max_steps", "-1"], "the run has no end"),
+        (["--max_tokens", "1000"], "a run has one budget"),
+        (["--trainer.max_steps", "-1", "--max_tokens", "10"], "less than one update's 128 tokens"),
+        (["--run", "a/b"], "run name 'a/b'"),
+        (["--data.corpus", "missing.txt"], "missing.txt"),
+        (["--ckpt_path", "nowhere.ckpt"], "nowhere.ckpt"),
+        (["--data.context_length", "20000"], "fewer than one block"),
+        (["--data.tokenizer", "bpe:4096"], "4096"),
+    ],
+)
+def test_bad_input_is_one_clear_error_before_time_is_spent(place, args, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
+        fit(*args)
+    assert not (place / "runs/small/checkpoints").exists()
+
+
+def test_a_fresh_start_over_checkpoints_is_refused(place):
+    fit()
+    with pytest.raises(ValueError, match="choose another --run"):
+        fit("--ckpt_path", "none")
+
+
+def test_evaluation_without_a_checkpoint_is_an_error(place):
+    with pytest.raises(FileNotFoundError, match="No checkpoint"):
+        main(["validate", "--config", "small.yaml", "--ckpt_path", "best"])
+    with pytest.raises(ValueError, match="train first"):
+        main(["validate", "--config", "small.yaml"])
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_config_parses(file, place, monkeypatch):
+    """Parsed by the very parser of the command, without building anything."""
+    import recipes.pretrain as pretrain
+
+    class Parsed(Exception):
+        pass
+
+    def stop(self):
+        raise Parsed
+
+    monkeypatch.setattr(pretrain.PretrainCLI, "before_instantiate_classes", stop)
+    with pytest.raises(Parsed):
+        main(["fit", "--config", str(file)])
+    assert file.read_text().startswith("#"), "a header comment: hardware, tokens, what to expect"
+
+
+@pytest.mark.slow
+def test_quickstart_end_to_end(tmp_path):
+    command = [sys.executable, "-m", "recipes.pretrain", "fit", "--config", str(ROOT / "configs/quickstart.yaml"),
+               "--trainer.max_steps", "8", "--trainer.val_check_interval", "4", "--data.limit_val_blocks", "16"]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "bits per byte" in done.stdout
+    rows = read_journal(tmp_path / "runs/quickstart", "update")
+    assert [r["progress/update"] for r in rows] == list(range(1, 9))
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.5
+    assert abs(rows[0]["train/loss"] - 8.32) < 0.3  # ln 4096
+    text = subprocess.run(
+        [sys.executable, "-m", "recipes.sample", "--run", "runs/quickstart", "--prompt", "The country", "--max_new_tokens", "8"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert text.returncode == 0, text.stderr[-3000:]
+    assert text.stdout.startswith("The country")
+    assert json.loads((tmp_path / "runs/quickstart/checkpoints/index.json").read_text())
