@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils.data import DataLoader
 
 from lit_gpt_loop import strategies
@@ -162,8 +163,11 @@ def precision_arguments(precision: str, strategy: str | None) -> dict[str, Any]:
     if precision != "16-mixed":
         return {"precision": precision}
     if strategy == "FSDP":
-        return {"plugins": [strategies.AnyDeviceFSDPPrecision("16-mixed", "cpu")]}
-    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))]}
+        scaler = ShardedGradScaler("cpu", init_scale=1024.0)
+        return {"plugins": [strategies.AnyDeviceFSDPPrecision("16-mixed", "cpu", scaler)]}
+    return {
+        "plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))]
+    }
 
 
 def fit(
@@ -173,6 +177,8 @@ def fit(
     strategy: str | None = None,
     callbacks: list[pl.Callback] | tuple[pl.Callback, ...] = (),
     accumulate: int = 1,
+    strategy_object: Any = None,
+    ckpt_path: str | None = None,
     **trainer_arguments: Any,
 ) -> tuple[pl.Trainer, MemoryLogger, Record]:
     """Train on `batches`, this rank's own; `strategy` names a class of lit_gpt_loop.strategies, None is one process."""
@@ -182,7 +188,8 @@ def fit(
     arguments: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1 if strategy is None else dist.get_world_size(),
-        "strategy": strategies.OneDevice() if strategy is None else getattr(strategies, strategy)(),
+        "strategy": strategy_object
+        or (strategies.OneDevice if strategy is None else getattr(strategies, strategy))(),
         "max_epochs": 1,
         "logger": logger,
         "enable_checkpointing": False,
@@ -194,7 +201,7 @@ def fit(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(callbacks=[*callbacks, record], accumulate_grad_batches=accumulate, **arguments)
-        trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)  # type: ignore[arg-type]
     return trainer, logger, record
 
 
