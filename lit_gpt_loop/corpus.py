@@ -172,7 +172,7 @@ class FileCorpus(Corpus):
         whole: list[tuple[str, int]] = []  # consecutive files that are read from end to end
 
         def flush() -> None:
-            for group in group_by_size([size for _, size in whole]):
+            for group in group_by_size([size for _, size in whole], _ITEM_BYTES):
                 result.append(WorkItem(tuple(Piece(whole[i][0]) for i in group)))
             whole.clear()
 
@@ -196,7 +196,7 @@ class FileCorpus(Corpus):
 
         metadata = pyarrow.parquet.ParquetFile(path).metadata
         sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
-        return [*(group.start for group in group_by_size(sizes)), len(sizes)]
+        return [*(group.start for group in group_by_size(sizes, _ITEM_BYTES)), len(sizes)]
 
     def read(self, item: WorkItem) -> Iterator[str]:
         """Yield the documents of the item's pieces."""

@@ -240,14 +240,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> LibraryTokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    # Not trained with the end token in `special_tokens`: the library would then match its spelling inside documents.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_TOKEN],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.encode_special_tokens = True
     tokenizer.train_from_iterator(texts, trainer)
     reached = tokenizer.get_vocab_size()
     if reached != vocab_size:
