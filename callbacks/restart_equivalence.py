@@ -64,6 +64,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
@@ -729,8 +730,6 @@ def _compare_callbacks(
                 "absent",
                 "the Trainer has no such callback now",
             )
-        if now[key].get("dirpath") != state.get("dirpath"):
-            continue  # ModelCheckpoint takes nothing over into another folder, and says so
         fresh = before.get(key, {})
         telling = [n for n, value in state.items() if value != fresh.get(n, "absent")]
         if telling and all(now[key].get(n, "absent") == fresh.get(n, "absent") for n in telling):
@@ -960,9 +959,8 @@ class RestartEquivalence(pl.Callback):
         self._finish(trainer, pl_module)
         snapshot = self._snapshot(trainer, pl_module)
         rng = self._gather({"rng": rng_digests(trainer.strategy.root_device)})
-        states = {
-            str(k): leaves(v) for k, v in checkpoint.get("callbacks", {}).items() if k != self.state_key
-        }
+        others = {c.state_key for c in self._others(trainer)}
+        states = {k: leaves(v) for k, v in checkpoint.get("callbacks", {}).items() if k in others}
         snapshot |= {"ranks": rng, "callbacks": states}
         skip = len(self._window["micro_batches"]) if self._window else 0
         trace = _Trace(uuid.uuid4().hex, snapshot, skip, self._saving_to)
@@ -984,8 +982,9 @@ class RestartEquivalence(pl.Callback):
         self._callbacks_before = {c.state_key: leaves(c.state_dict()) for c in self._others(trainer)}
 
     def _others(self, trainer: pl.Trainer) -> list[pl.Callback]:
+        # Callbacks that save may change from run to run, with their settings and folders: they do not touch the training.
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        return [c for c in callbacks if c is not self]
+        return [c for c in callbacks if c is not self and not isinstance(c, Checkpoint)]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note that this is a resume."""
@@ -1045,7 +1044,7 @@ class RestartEquivalence(pl.Callback):
         def restore() -> None:
             module.__dict__.pop("training_step", None)
             if own_step is not None:
-                module.training_step = own_step
+                module.training_step = own_step  # type: ignore[method-assign]
 
         module.training_step = training_step  # type: ignore[method-assign]
         self._undo.append(restore)
@@ -1124,7 +1123,9 @@ class RestartEquivalence(pl.Callback):
                 ranks = [{**r, "micro_batches": r["micro_batches"][trace.skip :]} for r in record["ranks"]]
                 own = {**record, "ranks": ranks}
             trace.updates.append(own)
-            self._write(trainer, trace)
+            num = len(trace.updates)
+            if num <= 4 or num % 16 == 0 or num == self.updates:
+                self._write(trainer, trace)
         self._open = [t for t in self._open if len(t.updates) < self.updates]
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

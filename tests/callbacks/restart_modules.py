@@ -105,17 +105,10 @@ class KeepRng(pl.Callback):
 
 def run(root, updates, *, callbacks=(), ckpt=None, module=None, data=None, loader=None, **kwargs):
     """Fit up to `updates` and return the Trainer."""
-    defaults = dict(
-        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False
-    )
-    defaults |= dict(enable_checkpointing=any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks))
-    trainer = pl.Trainer(
-        max_steps=updates,
-        default_root_dir=root,
-        callbacks=list(callbacks),
-        use_distributed_sampler=False,
-        **(defaults | kwargs),
-    )
+    is_saving = any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks)
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": is_saving}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False}
+    trainer = pl.Trainer(max_steps=updates, default_root_dir=root, callbacks=list(callbacks), **(options | kwargs))
     module = Net() if module is None else module
     if loader is not None:
         trainer.fit(module, loader, ckpt_path=ckpt)
