@@ -16,6 +16,7 @@ a callback dropped (all `p.grad` set to None), advances neither the schedule nor
 
 import math
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -329,24 +330,44 @@ class LitGPT(pl.LightningModule):
         n = first_difference(old, new, self.updates)
         if n is None:
             return
-        stable = (
-            ""
-            if old.decay_start is None or old.kind != "wsd"
-            else (
-                f" Its decay began after update {old.decay_start}: resume from a checkpoint at or before that one to extend it."
+        if old.kind == "cosine":
+            remedy = (
+                "a cosine's rates depend on the run's length, so it can be neither extended nor cut: keep kind and length, or "
+                "train with kind: wsd."
             )
-        )
+        elif old.warmup_steps != new.warmup_steps:
+            remedy = (
+                "A warmup given as a share of the run changes with its length: set model.schedule.warmup_steps="
+                f"{old.warmup_steps}."
+            )
+        elif old.decay_start is not None and old.decay_start < self.updates:
+            remedy = f"Its decay began after update {old.decay_start}. " + _last_stable(
+                self.trainer, old.decay_start
+            )
+        else:
+            remedy = "Keep the schedule that the run began with, or lengthen the run: decay cannot begin in the past."
         raise ValueError(
             f"This run's schedule disagrees with what the checkpoint's run did: update {n + 1} of {self.updates} used "
-            f"{old(n):.6g} x peak, this schedule ({new.kind}, {new.total_steps} updates) says {new(n):.6g} x peak. "
-            "The rates of the past cannot change: keep the schedule and its length"
-            + (
-                ", since a cosine's rates depend on the run's length (a wsd schedule can be extended)."
-                if old.kind == "cosine"
-                else "."
-            )
-            + stable
+            f"{old(n):.6g} x peak, this schedule ({new.kind}, {new.total_steps} updates) says {new(n):.6g} x peak, and the rates "
+            f"of the past cannot change. {remedy}"
         )
+
+
+def _last_stable(trainer: pl.Trainer, decay_start: int) -> str:
+    """Say from which checkpoint beside the present one a run can be extended."""
+    path = Path(str(trainer.ckpt_path))
+    folder = path if (path / "manifest.json").is_file() else path.parent
+    found = {
+        int(d.parent.name.split("-")[1]): d.parent
+        for d in folder.parent.glob("step-" + "[0-9]" * 8 + "*/manifest.json")
+    }
+    stable = max((step for step in found if step <= decay_start), default=None)
+    if stable is None:
+        return (
+            "No checkpoint from before it is left, so it cannot be extended: archive some (CheckpointRetention's "
+            "archive_every_n_steps), or cut decays off a trunk with recipes.cooldown."
+        )
+    return f"Extend from the last stable checkpoint: --ckpt_path {found[stable]}, with another --run to keep this one."
 
 
 def _resolve(
