@@ -327,9 +327,14 @@ def _clean(name: str) -> str:
 Leaf = tuple[str, Tensor, Shard | None]
 
 
-def model_leaves(module: torch.nn.Module) -> Iterator[Leaf]:
-    """Yield (name, tensor, shard) of each parameter and each persistent buffer."""
-    shards = fsdp1_shards(module)
+def model_leaves(module: torch.nn.Module, root: torch.nn.Module | None = None) -> Iterator[Leaf]:
+    """Yield (name, tensor, shard) of each parameter and each persistent buffer.
+
+    Args:
+        module: what names them.
+        root: what a strategy wrapped around `module` (`trainer.model`): FSDP1's outermost wrapper is outside of it.
+    """
+    shards = fsdp1_shards(root or module)
     for name, p in module.named_parameters():
         yield _clean(name), p, shards.get(id(p))
     kept = {
@@ -343,17 +348,19 @@ def model_leaves(module: torch.nn.Module) -> Iterator[Leaf]:
             yield f"{_clean(name)} (buffer)", b, None
 
 
-def gradient_leaves(module: torch.nn.Module) -> Iterator[Leaf]:
-    """Yield (name, gradient, shard) of each parameter that has one."""
-    shards = fsdp1_shards(module)
+def gradient_leaves(module: torch.nn.Module, root: torch.nn.Module | None = None) -> Iterator[Leaf]:
+    """Yield (name, gradient, shard) of each parameter that has one; arguments as for `model_leaves`."""
+    shards = fsdp1_shards(root or module)
     for name, p in module.named_parameters():
         if p.grad is not None:
             yield _clean(name), p.grad, shards.get(id(p))
 
 
-def optimizer_leaves(module: torch.nn.Module, optimizers: Iterable[Any]) -> Iterator[Leaf]:
+def optimizer_leaves(
+    module: torch.nn.Module, optimizers: Iterable[Any], root: torch.nn.Module | None = None
+) -> Iterator[Leaf]:
     """Yield (name, tensor, shard) of each optimizer state, named by its parameter; plain numbers as fp64 tensors."""
-    shards = fsdp1_shards(module)
+    shards = fsdp1_shards(root or module)
     names = {id(p): _clean(n) for n, p in module.named_parameters()}
     for i, optimizer in enumerate(optimizers):
         prefix = f"optimizer{i}." if i else ""
@@ -500,7 +507,9 @@ def layout(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
     """Return what decides whether the same numbers can be expected: layout, machine, versions, the model's shape."""
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    shapes = [(n, str(t.dtype), s.shape if s else tuple(t.shape)) for n, t, s in model_leaves(module)]
+    shapes = [
+        (n, str(t.dtype), s.shape if s else tuple(t.shape)) for n, t, s in model_leaves(module, trainer.model)
+    ]
     return {
         "world_size": trainer.world_size,
         "strategy": type(trainer.strategy).__name__,
@@ -910,6 +919,7 @@ class RestartEquivalence(pl.Callback):
         self.promise, self.updates, self.rtol, self.on_mismatch = promise, updates, rtol, on_mismatch
         self.verified_updates = 0
         self.mismatches = 0
+        self.is_branch = False  # set before a fit that branches off another run: its updates differ from those by design
         self.report: dict[str, Any] | None = None
         self._reset()
 
@@ -988,7 +998,7 @@ class RestartEquivalence(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note that this is a resume."""
-        self._is_resuming = trainer.ckpt_path is not None
+        self._is_resuming = trainer.ckpt_path is not None and not self.is_branch
 
     # -- one update
 
@@ -1014,7 +1024,7 @@ class RestartEquivalence(pl.Callback):
             }
             for optimizer in trainer.optimizers:
                 self._hooks.append(
-                    optimizer.register_step_post_hook(lambda *_: self._note_gradient(pl_module))
+                    optimizer.register_step_post_hook(lambda *_: self._note_gradient(trainer, pl_module))
                 )
         self._watch(trainer, pl_module, batch)
 
@@ -1065,10 +1075,10 @@ class RestartEquivalence(pl.Callback):
             if noise is not None:
                 resume.rtol = max(resume.rtol, 8 * noise)
 
-    def _note_gradient(self, module: pl.LightningModule) -> None:
+    def _note_gradient(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         # After the optimizer stepped: weighted, unscaled and clipped, whoever did that and in which order.
         if self._window is not None:
-            self._window["gradient"] |= measure_all(gradient_leaves(module))
+            self._window["gradient"] |= measure_all(gradient_leaves(module, trainer.model))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -1090,11 +1100,11 @@ class RestartEquivalence(pl.Callback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        parameters = measure_all(model_leaves(module))
+        parameters = measure_all(model_leaves(module, trainer.model))
         window |= {
             "position": position(trainer),
             "parameters": parameters,
-            "optimizer": measure_all(optimizer_leaves(module, trainer.optimizers)),
+            "optimizer": measure_all(optimizer_leaves(module, trainer.optimizers, trainer.model)),
             "rng_after": rng_digests(trainer.strategy.root_device),
             "replica": _replica(parameters),
             "update": trainer.global_step,
@@ -1184,8 +1194,8 @@ class RestartEquivalence(pl.Callback):
 
     def _snapshot(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
         parts = {
-            "parameters": measure_all(model_leaves(module)),
-            "optimizer": measure_all(optimizer_leaves(module, trainer.optimizers)),
+            "parameters": measure_all(model_leaves(module, trainer.model)),
+            "optimizer": measure_all(optimizer_leaves(module, trainer.optimizers, trainer.model)),
         }
         _, trees = self._gather_trees({}, parts)
         return {
@@ -1202,9 +1212,8 @@ class RestartEquivalence(pl.Callback):
     def _begin_resume(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         checkpoint = Path(str(trainer.ckpt_path))
         found = self._snapshot(trainer, module)
-        found["is_sharded"] = any(
-            s is not None for _, t, s in (_shard_of(leaf) for leaf in model_leaves(module))
-        )
+        parts = (_local_part(t, s) for _, t, s in model_leaves(module, trainer.model))
+        found["is_sharded"] = any(shard is not None for _, shard in parts)
         self._at_load = found
         own = self._loaded
         self.verified_updates = int(own.get("verified_updates", 0))
@@ -1447,7 +1456,3 @@ class RestartEquivalence(pl.Callback):
 def _replica(parameters: Mapping[str, list[Any]]) -> str:
     whole = [(n, p[0]) for n, p in parameters.items() if not p[4] and not n.endswith("(buffer)")]
     return _hash(repr(whole).encode())
-
-
-def _shard_of(leaf: Leaf) -> tuple[str, Tensor, Shard | None]:
-    return leaf[0], *_local_part(leaf[1], leaf[2])

@@ -108,7 +108,9 @@ def run(root, updates, *, callbacks=(), ckpt=None, module=None, data=None, loade
     is_saving = any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks)
     options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": is_saving}
     options |= {"enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False}
-    trainer = pl.Trainer(max_steps=updates, default_root_dir=root, callbacks=list(callbacks), **(options | kwargs))
+    trainer = pl.Trainer(
+        max_steps=updates, default_root_dir=root, callbacks=list(callbacks), **(options | kwargs)
+    )
     module = Net() if module is None else module
     if loader is not None:
         trainer.fit(module, loader, ckpt_path=ckpt)

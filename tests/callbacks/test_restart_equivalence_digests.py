@@ -1,5 +1,7 @@
 """Digests of RestartEquivalence: every change shows, layout does not."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,16 @@ from hypothesis import strategies as st
 
 from callbacks import restart_equivalence as re
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
 shapes = st.lists(st.integers(1, 40), min_size=0, max_size=3)
 
@@ -58,7 +69,16 @@ def test_swapping_a_number_with_its_negative_shows(i, j, value):
 
 def test_negation_scaling_rotation_and_reversal_show():
     x = torch.randn(2048, 700)
-    others = [-x, 2 * x, x.roll(1, 0), x.roll(1, 1), x.flip(0), x.flip(1), x.roll(1024), x + 0 * x.nextafter(x + 1)]
+    others = [
+        -x,
+        2 * x,
+        x.roll(1, 0),
+        x.roll(1, 1),
+        x.flip(0),
+        x.flip(1),
+        x.roll(1024),
+        x + 0 * x.nextafter(x + 1),
+    ]
     digests = [re.tensor_digest(t) for t in others]
     assert digests[-1] == re.tensor_digest(x)  # the same numbers, newly computed
     assert len({*digests, re.tensor_digest(x)}) == len(others)
@@ -79,22 +99,29 @@ def test_swapping_two_tensors_of_one_shape_shows_in_the_tree():
     assert re.tree_digest(tree) != re.tree_digest(swapped)
     assert re.tree_digest(tree) == re.tree_digest(dict(reversed(tree.items())))
     difference = re.compare_trees("parameters at load", tree, swapped, None)
-    assert difference is not None and "what was recorded for b" in difference.detail and difference.name == "a"
+    assert (
+        difference is not None and "what was recorded for b" in difference.detail and difference.name == "a"
+    )
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 9000), st.sampled_from(DTYPES), st.lists(st.integers(0, 9000), max_size=5), st.integers(0, 99))
+@given(
+    st.integers(0, 9000),
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 9000), max_size=5),
+    st.integers(0, 99),
+)
 def test_parts_add_up_to_the_whole(n, dtype, cuts, seed):
     x = make([n], dtype, seed)
     edges = [0, *sorted(min(c, n) for c in cuts), n]
-    parts = sum(int(re.measure(x[a:b], a)[0]) for a, b in zip(edges, edges[1:], strict=False))
+    parts = sum(int(re.measure(x[a:b], a)[0]) for a, b in itertools.pairwise(edges))
     assert re.finish_digest(parts, str(dtype), [n]) == re.tensor_digest(x)
 
 
 def test_parts_add_up_across_blocks_and_the_norm_with_them():
     x = torch.randn(3_000_001)  # 12 MB: 3 blocks
     edges = [0, 1, 1_048_575, 1_048_577, 2_500_000, 3_000_001]
-    parts = [re.measure(x[a:b], a) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [re.measure(x[a:b], a) for a, b in itertools.pairwise(edges)]
     assert re.finish_digest(sum(int(s) for s, _ in parts), str(x.dtype), x.shape) == re.tensor_digest(x)
     assert float(sum(n for _, n in parts)) ** 0.5 == pytest.approx(float(x.double().norm()), rel=1e-5)
 
@@ -121,7 +148,9 @@ def test_public_kernels_give_the_same(n, monkeypatch):
 
 
 def test_private_kernel_is_still_there():
-    assert hasattr(torch, "_int_mm"), "torch dropped _int_mm: digests still work, 4 times slower; look for another kernel"
+    assert hasattr(torch, "_int_mm"), (
+        "torch dropped _int_mm: digests still work, 4 times slower; look for another kernel"
+    )
 
 
 def test_weights_leave_no_change_of_one_byte_or_equal_pair_unseen():
