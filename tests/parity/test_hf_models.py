@@ -194,3 +194,18 @@ def test_export_leaves_nothing_behind_when_it_cannot_finish(tmp_path):
     with pytest.raises(FileExistsError, match="not an empty folder"):
         export_hf(state, config, file, tmp_path)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_full_disk_leaves_no_half_written_folder(tmp_path, monkeypatch):
+    config = SHAPES["llama-gqa-untied"]
+    written = []
+
+    def half(weights, path, metadata):
+        path.write_bytes(b"half")
+        written.append(path)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("recipes.export.save_file", half)
+    with pytest.raises(OSError, match="No space left"):
+        export_hf(GPT(config).state_dict(), config, None, tmp_path / "model")
+    assert written and list(tmp_path.iterdir()) == []
