@@ -10,7 +10,7 @@ from pathlib import Path
 from jsonargparse import auto_cli
 
 from lit_gpt_loop.trained import read_run, score
-from recipes.pretrain import main, newest_config, resolve, run_command
+from recipes.pretrain import find_checkpoint, main, newest_config, run_command
 
 
 def evaluate(
@@ -50,7 +50,7 @@ def evaluate(
 
 
 def _on_files(run: Path, checkpoint: str, files: list[Path], device: str) -> dict[str, float]:
-    trained = read_run(run, resolve(checkpoint, run))
+    trained = read_run(run, find_checkpoint(checkpoint, run))
     model, tokenizer = trained.model.to(device), trained.tokenizer
     loss_sum, num_tokens, num_bytes = 0.0, 0, 0
     for file in files:

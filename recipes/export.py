@@ -27,7 +27,7 @@ from lit_gpt_loop.config import GPTConfig
 from lit_gpt_loop.hf import to_hf_config, to_hf_state_dict
 from lit_gpt_loop.tokenizer import LibraryTokenizer
 from lit_gpt_loop.trained import TOKENIZER_FILE, read_run
-from recipes.pretrain import resolve, run_command
+from recipes.pretrain import find_checkpoint, run_command
 
 
 def export_hf(
@@ -137,21 +137,23 @@ def export(
         format: hf for transformers, lightning for a single-file .ckpt.
         dtype: of the weights, for hf.
     """
-    path = resolve(checkpoint, run)
-    assert path is not None  # only "auto" resolves to nothing
+    path = find_checkpoint(checkpoint, run)
     if out.exists():
         raise FileExistsError(f"{out} exists: give another --out, or remove it first")
     if format == "lightning":
         to_lightning_ckpt(path, out)
     else:
         trained = read_run(run, path)
-        has_file = isinstance(trained.tokenizer, LibraryTokenizer)
+        tokenizer = trained.tokenizer
+        is_library = isinstance(
+            tokenizer, LibraryTokenizer
+        )  # transformers reads these; bytes and characters it cannot
         export_hf(
             trained.model.state_dict(),
             trained.model.config,
-            run / TOKENIZER_FILE if has_file else None,
+            run / TOKENIZER_FILE if is_library else None,
             out,
-            eot_token=trained.tokenizer.end_token if has_file else None,
+            eot_token=tokenizer.end_token if isinstance(tokenizer, LibraryTokenizer) else None,
             dtype=getattr(torch, dtype),
         )
     print(f"wrote {out}")

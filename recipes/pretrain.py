@@ -31,6 +31,18 @@ def resolve(spec: str, run_dir: Path) -> Path | None:
     return CheckpointRetention.resolve(run_dir / "checkpoints", spec)
 
 
+def find_checkpoint(spec: str, run_dir: Path) -> Path:
+    """Return the checkpoint that a user names; like `resolve`, but there has to be one.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+    """
+    path = resolve(spec, run_dir)
+    if path is None:
+        raise FileNotFoundError(f"{run_dir} holds no checkpoint yet: train first, or name another run")
+    return path
+
+
 def newest_config(run_dir: Path) -> Path:
     """Return the configuration that a run was last started with.
 

@@ -2,12 +2,13 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import auto_cli
 
 from lit_gpt_loop.generate import generate_stream
 from lit_gpt_loop.trained import read_run
-from recipes.pretrain import resolve, run_command
+from recipes.pretrain import find_checkpoint, run_command
 
 
 def sample(
@@ -36,11 +37,16 @@ def sample(
         seed: the same seed gives the same text.
         device: cpu or cuda.
     """
-    trained = read_run(run, resolve(checkpoint, run))
+    trained = read_run(run, find_checkpoint(checkpoint, run))
     model, tokenizer = trained.model.to(device), trained.tokenizer
     tokens = tokenizer.encode(prompt)
     for i in range(num_samples):
-        settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed + i}
+        settings: dict[str, Any] = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "seed": seed + i,
+        }
         drawn: list[int] = []
         shown = ""
         sys.stdout.write(prompt)

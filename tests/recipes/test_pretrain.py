@@ -12,7 +12,7 @@ import yaml
 
 from lit_gpt_loop.journal import read_journal
 from lit_gpt_loop.trained import read_run
-from recipes.pretrain import main, newest_config, resolve
+from recipes.pretrain import find_checkpoint, main, newest_config
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -89,7 +89,7 @@ def test_c46_linked_values_stand_in_config_and_checkpoint(place):
     config = yaml.safe_load((place / "runs/small/config.yaml").read_text())
     assert config["model"]["vocab_size"] == 257
     assert config["model"]["context_length"] == 32
-    trained = read_run("runs/small", resolve("latest", Path("runs/small")))
+    trained = read_run("runs/small", find_checkpoint("latest", Path("runs/small")))
     assert trained.hyper_parameters["config"]["vocab_size"] == 257
     assert trained.updates == 4
     # and the saved configuration starts a run of another name
@@ -102,7 +102,7 @@ def test_a_stopped_run_continues_bitwise_as_if_it_had_not_stopped(place):
     fit("--trainer.max_steps", "3")
     fit("--trainer.max_steps", "7")
     a, b = (
-        read_run(f"runs/{n}", resolve("latest", Path(f"runs/{n}"))).model.state_dict()
+        read_run(f"runs/{n}", find_checkpoint("latest", Path(f"runs/{n}"))).model.state_dict()
         for n in ("whole", "small")
     )
     assert all(torch.equal(a[k], b[k]) for k in a)
