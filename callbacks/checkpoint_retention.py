@@ -175,6 +175,7 @@ class HashingFile(io.RawIOBase):
         self._sha = hashlib.sha256()
         self._pool = ThreadPoolExecutor(1)
         self.num_bytes = 0
+        self.error: OSError | None = None  # torch.save covers it with one of its own
 
     def writable(self) -> bool:
         """Return True."""
@@ -196,6 +197,9 @@ class HashingFile(io.RawIOBase):
         try:
             while done < len(view):
                 done += os.write(self._fd, view[done : done + (1 << 26)])
+        except OSError as e:
+            self.error = self.error or e
+            raise
         finally:
             if hashed is None:
                 self._sha.update(view)
@@ -356,29 +360,19 @@ class _DataOnly(pickle.Unpickler):
     _names: ClassVar = {
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
-        ("torch._C", "memory_format"),
-        ("builtins", "set"),
-        ("builtins", "getattr"),
         ("collections", "OrderedDict"),
         ("pathlib", "PosixPath"),
-        ("pathlib", "Path"),
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        known = (module in self._modules and name.lstrip("_")[:1].isupper()) or (module, name) in self._names
+        if module in self._modules and "." not in name and name.lstrip("_")[:1].isupper():
+            found = super().find_class(module, name)
+            if isinstance(found, type):
+                return found
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        if (known and "." not in name) or is_dtype:
+        if (module, name) in self._names or is_dtype:
             return super().find_class(module, name)
         raise UnsafeCheckpointError(f"it asks for {module}.{name}, which no checkpoint needs")
-
-
-def _enum_member(owner: Any, name: str) -> Any:
-    # How pickle writes nested classes; only a plain attribute of an admitted class is let through.
-    if name.startswith("_") or not isinstance(owner, type):
-        raise UnsafeCheckpointError(f"it asks for attribute {name!r} of {owner!r}")
-    return getattr(owner, name)
 
 
 def refuse_code(state: Path) -> None:
@@ -390,16 +384,17 @@ def refuse_code(state: Path) -> None:
 
     def check(file: Any, name: Path) -> None:
         try:
-            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+            torch.load(file, map_location="meta", weights_only=True)  # meta: the tensors are not read
         except Exception as e:
+            unsafe: list[str] = []
+            with contextlib.suppress(Exception):
+                if isinstance(file, io.BytesIO):
+                    file.seek(0)
+                unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
             raise UnsafeCheckpointError(
-                f"{name} is refused: it is no file that torch.save wrote ({e})."
+                f"{name} is refused: {'loading it would call ' + ', '.join(sorted(unsafe)) if unsafe else e}. If you "
+                "trust what it asks for, torch.serialization.add_safe_globals([...]) admits it; better, save plain values."
             ) from e
-        if unsafe:
-            raise UnsafeCheckpointError(
-                f"{name} is refused: loading it would call {', '.join(sorted(unsafe))}. If you trust these classes, "
-                "torch.serialization.add_safe_globals([...]) admits them; better, save plain values."
-            )
 
     if state.is_file():
         check(state, state)
@@ -650,6 +645,9 @@ class CheckpointRetention(Checkpoint):
         self.save_on_exit = save_on_exit
         self.copy_to = copy_to
         self.num_refused = 0
+        self.lineage_note: dict[
+            str, Any
+        ] = {}  # what whoever branches a run wants to say in `lineage` of its manifests
         self._dir = Path()
         self._is_active = False
         self._world_size = 1
@@ -660,6 +658,7 @@ class CheckpointRetention(Checkpoint):
         self._loaded: dict[str, Any] = {}
         self._last_step = -1
         self._last_saved = -1
+        self._last_tried = -1
         self._last_save_time = time.monotonic()
         self._pending: list[str] | None = None
         self._micro_batches = 0
@@ -786,14 +785,10 @@ class CheckpointRetention(Checkpoint):
         checkpoint.setdefault("callbacks", {})[self.state_key] = {
             "rng": self._gather(rng),
             "world_size": self._world_size,
+            "is_epoch_end": bool(trainer.is_last_batch),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "num_refused": self.num_refused,
         }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember what to restore once training starts."""
-        self._loaded = dict(state_dict)
-        self.num_refused = int(state_dict.get("num_refused", 0))
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -801,6 +796,9 @@ class CheckpointRetention(Checkpoint):
         """Find out which run is continued or branched from, and check hashes if asked to."""
         if not self._is_active or not trainer.ckpt_path:
             return
+        self._loaded = dict(checkpoint.get("callbacks", {}).get(self.state_key, {}))
+        self.num_refused = int(self._loaded.get("num_refused", 0))
+        self._restore_rng(trainer)
         problem = None
         path = Path(trainer.ckpt_path).absolute()
         folder = next((p for p in (path, path.parent) if (p / "manifest.json").exists()), None)
@@ -816,6 +814,9 @@ class CheckpointRetention(Checkpoint):
                     "parent_run": folder.parent.parent.name,
                     "parent_step": manifest["step"],
                     "parent_manifest_sha256": manifest.get("sha256"),
+                    "parent_tokens": manifest.get("tokens"),
+                    "parent_lineage": manifest.get("lineage"),
+                    **self.lineage_note,
                 }
         problem = self._broadcast(problem)
         if problem:
@@ -829,7 +830,7 @@ class CheckpointRetention(Checkpoint):
         """Note where training starts, refuse a window that cannot be continued, finish interrupted pruning."""
         if not self._is_active:
             return
-        self._last_step = self._last_saved = trainer.global_step
+        self._last_step = self._last_saved = self._last_tried = trainer.global_step
         self._last_save_time = time.monotonic()
         self._micro_batches = 0
         saved_k, k = self._loaded.get("accumulate_grad_batches"), trainer.accumulate_grad_batches
@@ -844,6 +845,11 @@ class CheckpointRetention(Checkpoint):
             self._apply_policy()
         self._leave_if_signalled(self._max(self._signal)[0])
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """After a resume at the end of an epoch: the RNG that the first shuffle of the next one draws from."""
+        if self._is_active and self._loaded.get("is_epoch_end"):
+            self._restore_rng(trainer)
+
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -856,25 +862,27 @@ class CheckpointRetention(Checkpoint):
             self._rewind, self._boundary_rng = 1, capture_rng(device)
             self._at_boundary(trainer, self._pending, None)
             self._rewind = 0
-        self._restore_rng(trainer.global_rank, device)
+        if not self._loaded.get(
+            "is_epoch_end"
+        ):  # else the loader's start has drawn since, as without a resume
+            self._restore_rng(trainer)
+        self._loaded = {}
         if self._micro_batches == 1 and self.save_on_exit and self._world_size == 1:
             self._boundary_rng = capture_rng(device)
 
-    def _restore_rng(self, rank: int, device: torch.device) -> None:
-        states, self._loaded["rng"] = self._loaded.get("rng"), None
-        if not states:
-            return
+    def _restore_rng(self, trainer: pl.Trainer) -> None:
+        states, rank = self._loaded.get("rng", []), trainer.global_rank
         if len(states) == self._world_size:
-            restore_rng(states[rank], device)
-            return
-        rank_zero_warn(
-            f"RNG states of {len(states)} ranks cannot continue on {self._world_size}: each rank gets a seed derived "
-            "from them. Without dropout this changes nothing."
-        )
-        seed = derived_seed(states, rank, self._world_size)
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
+            restore_rng(states[rank], trainer.strategy.root_device)
+        elif states:
+            self._warn_once(
+                f"RNG states of {len(states)} ranks cannot continue on {self._world_size}: each rank gets a seed "
+                "derived from them. Without dropout this changes nothing."
+            )
+            seed = derived_seed(states, rank, self._world_size)
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
@@ -905,6 +913,12 @@ class CheckpointRetention(Checkpoint):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Judge the weights that were just validated."""
         if not self._is_active or trainer.sanity_checking or self._last_step < 0:
+            return
+        if self._micro_batches:
+            self._warn_once(
+                "This validation ran inside an accumulation window, where nothing can be saved, so it judges no "
+                "checkpoint. Set val_check_interval to a multiple of accumulate_grad_batches."
+            )
             return
         reasons = self._pending if self._pending is not None else []
         metric = self._read_metric(trainer)
@@ -953,7 +967,7 @@ class CheckpointRetention(Checkpoint):
         if not unfinished:
             self._settle(trainer)
         is_due = bool(reasons or by_time_ or (number and self.save_on_exit))
-        is_new = self._last_saved != trainer.global_step or "best" in reasons
+        is_new = self._last_tried != trainer.global_step or "best" in reasons
         if is_due and is_new:
             self._save(trainer, metric)
         self._leave_if_signalled(number)
@@ -972,7 +986,7 @@ class CheckpointRetention(Checkpoint):
         """Save what is not saved yet and wait for what is being written."""
         if not self._is_active:
             return
-        if self.save_on_exit and self._last_saved != trainer.global_step:
+        if self.save_on_exit and self._last_tried != trainer.global_step:
             self._save(trainer, None)
         self._settle(trainer, wait=True)
 
@@ -986,7 +1000,7 @@ class CheckpointRetention(Checkpoint):
             self.save_on_exit
             and not isinstance(exception, (SystemExit, CheckpointSaveError))
             and self._world_size == 1
-            and trainer.global_step == self._last_step != self._last_saved
+            and trainer.global_step == self._last_step != self._last_tried
             and not self._is_stepping
         ):
             try:
@@ -1007,7 +1021,7 @@ class CheckpointRetention(Checkpoint):
     def _save(self, trainer: pl.Trainer, metric: float | None) -> None:
         started = time.perf_counter()
         self._settle(trainer, wait=True)
-        step = trainer.global_step
+        step = self._last_tried = trainer.global_step
         if self._max(0 if is_finite(trainer.lightning_module) else 1)[0]:
             self.num_refused += 1
             rank_zero_warn(
@@ -1120,7 +1134,10 @@ class CheckpointRetention(Checkpoint):
                     return {"files": {}}
                 folder.mkdir(parents=True)
                 with HashingFile(folder / "state.ckpt") as f:
-                    torch.save(state, f)  # type: ignore[arg-type]
+                    try:
+                        torch.save(state, f)  # type: ignore[arg-type]
+                    except RuntimeError as e:
+                        raise f.error or e from e
                 return {"files": {"state.ckpt": f.record}}
 
             return _Job(step, folder, manifest, write_file, lambda parts: {})

@@ -269,6 +269,7 @@ class _HashingFile(io.RawIOBase):
         self._sha = hashlib.sha256()
         self._pool = ThreadPoolExecutor(1)
         self.num_bytes = 0
+        self.error: OSError | None = None  # torch.save covers it with one of its own
 
     def writable(self) -> bool:
         return True
@@ -286,6 +287,9 @@ class _HashingFile(io.RawIOBase):
         try:
             while done < len(view):
                 done += os.write(self._fd, view[done : done + (1 << 26)])
+        except OSError as e:
+            self.error = self.error or e
+            raise
         finally:
             if hashed is None:
                 self._sha.update(view)
@@ -344,10 +348,13 @@ class StagedCheckpoint:
             "files" (name -> bytes and sha256) and what `finish` needs of each rank; picklable.
         """
         writer = FileSystemWriter(folder)
-        writer.fs = _HashingFileSystem()
+        writer.fs = files = _HashingFileSystem()
         Path(folder).mkdir(parents=True, exist_ok=True)
-        results = writer.write_data(self._plan, self._planner).wait()
-        return {"files": {n: f.record for n, f in writer.fs.files.items()}, "results": results}
+        try:
+            results = writer.write_data(self._plan, self._planner).wait()
+        except RuntimeError as e:
+            raise next((f.error for f in files.files.values() if f.error), e) from e
+        return {"files": {n: f.record for n, f in files.files.items()}, "results": results}
 
     def finish(self, folder: str | Path, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """On rank 0, with all ranks' parts in order: write metadata and rest. Returns those files."""
