@@ -689,6 +689,14 @@ def _position(state: Mapping[str, str], promise: str) -> Mapping[str, str]:
     }
 
 
+def _compare_rng(
+    recorded: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], key: str, update: int | None
+) -> Difference | None:
+    if not all(r[key] for r in recorded):
+        return None
+    return compare_leaves("RNG", _by_rank(recorded, key), _by_rank(found, key), update)
+
+
 def _by_rank(ranks: Sequence[Mapping[str, Any]], key: str) -> dict[str, str]:
     return {f"rank {r}: {name}": v for r, rank in enumerate(ranks) for name, v in rank[key].items()}
 
@@ -711,11 +719,7 @@ def compare_load(recorded: Mapping[str, Any], found: Mapping[str, Any], promise:
     ]
     if promise != "samples":
         if promise == "exact":
-            pairs.append(
-                compare_leaves(
-                    "RNG", _by_rank(recorded["ranks"], "rng"), _by_rank(found["ranks"], "rng"), None
-                )
-            )
+            pairs.append(_compare_rng(recorded["ranks"], found["ranks"], "rng", None))
         pairs.append(compare_trees("parameters at load", recorded["parameters"], found["parameters"], None))
         pairs.append(compare_trees("optimizer at load", recorded["optimizer"], found["optimizer"], None))
         pairs.append(compare_leaves("scaler", recorded["scaler"], found["scaler"], None))
@@ -774,10 +778,7 @@ def compare_update(
     if promise != "samples":
         ranks, ranks_now = recorded["ranks"], found["ranks"]
         if promise == "exact":
-            pairs.append(compare_leaves("RNG", _by_rank(ranks, "rng"), _by_rank(ranks_now, "rng"), update))
-            pairs.append(
-                compare_leaves("RNG", _by_rank(ranks, "rng_after"), _by_rank(ranks_now, "rng_after"), update)
-            )
+            pairs += [_compare_rng(ranks, ranks_now, key, update) for key in ("rng", "rng_after")]
         pairs.append(compare_leaves("schedule", recorded["schedule"], found["schedule"], update))
         if promise == "exact" and is_bitwise:
             keys = ("train/loss_sum", "train/tokens", "train/loss")
@@ -919,8 +920,14 @@ class RestartEquivalence(pl.Callback):
         self.promise, self.updates, self.rtol, self.on_mismatch = promise, updates, rtol, on_mismatch
         self.verified_updates = 0
         self.mismatches = 0
-        self.is_branch = False  # set before a fit that branches off another run: its updates differ from those by design
+        self.is_branch = (
+            False  # set before a fit that branches off another run: its updates differ from those by design
+        )
         self.report: dict[str, Any] | None = None
+        self.by = "RestartEquivalence"  # who verified, for the manifest
+        self.trace_file: Path | None = None  # of the checkpoint resumed from, if not beside it
+        self._is_inside = False  # a window, since this batch began or the last one ended
+        self._last_step = -1
         self._reset()
 
     def _reset(self) -> None:
@@ -968,7 +975,9 @@ class RestartEquivalence(pl.Callback):
         self._close_window(trainer, pl_module)
         self._finish(trainer, pl_module)
         snapshot = self._snapshot(trainer, pl_module)
-        rng = self._gather({"rng": rng_digests(trainer.strategy.root_device)})
+        # Whoever saves inside a window may save the RNG of its beginning, or this one.
+        is_known = not self._is_inside or trainer.global_step != self._last_step
+        rng = self._gather({"rng": rng_digests(trainer.strategy.root_device) if is_known else {}})
         others = {c.state_key for c in self._others(trainer)}
         states = {k: leaves(v) for k, v in checkpoint.get("callbacks", {}).items() if k in others}
         snapshot |= {"ranks": rng, "callbacks": states}
@@ -1006,6 +1015,7 @@ class RestartEquivalence(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """While a trace is recorded or compared: begin a window, watch `training_step`."""
+        self._is_inside, self._last_step = True, trainer.global_step
         self._finish(trainer, pl_module)
         if self._is_resuming:
             self._is_resuming = False
@@ -1084,6 +1094,7 @@ class RestartEquivalence(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """At the end of a window that is recorded or compared: digests of what it left behind."""
+        self._is_inside = trainer.global_step == self._last_step
         if self._window is not None:
             self._stop_watching()
             self._close_window(trainer, pl_module)
@@ -1130,7 +1141,10 @@ class RestartEquivalence(pl.Callback):
         for trace in self._open:
             own = record
             if trace.skip and not trace.updates:
-                ranks = [{**r, "micro_batches": r["micro_batches"][trace.skip :]} for r in record["ranks"]]
+                after: dict[str, Any] = {"rng": {}}  # that of the save is not known
+                ranks = [
+                    {**r, **after, "micro_batches": r["micro_batches"][trace.skip :]} for r in record["ranks"]
+                ]
                 own = {**record, "ranks": ranks}
             trace.updates.append(own)
             num = len(trace.updates)
@@ -1156,7 +1170,9 @@ class RestartEquivalence(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Leave the module, the optimizers and the Trainer as they were."""
+        """Conclude with what was compared; leave the module, the optimizers and the Trainer as they were."""
+        if self._resume is not None and self._resume.verified and not self._resume.differences:
+            self._conclude(trainer)
         self._clean_up()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -1371,11 +1387,10 @@ class RestartEquivalence(pl.Callback):
     ) -> tuple[Path | None, dict[str, Any] | None]:
         if trainer.global_rank:
             return None, None
-        places = [
-            trace_file_of(checkpoint),
-            trace_file_of(Path(os.path.realpath(checkpoint))),
-            self._spare(trainer, name),
-        ]
+        places = [self.trace_file] if self.trace_file else []
+        if not places:
+            places = [trace_file_of(checkpoint), trace_file_of(Path(os.path.realpath(checkpoint)))]
+            places.append(self._spare(trainer, name))
         for file in places:
             trace = _read_json(file)
             if trace is not None and trace.get("id") == name:
@@ -1388,6 +1403,8 @@ class RestartEquivalence(pl.Callback):
     def _locate(self, trace: _Trace) -> Path | None:
         # Whoever saved may have written into a hidden folder and renamed it: step-00000200, by its manifest.
         path = trace.path
+        if trace.origin == "resume" and self.trace_file is not None:
+            return self.trace_file
         if path is None:
             return None
         if path.exists() and not any(part.startswith(".") for part in path.parts[-3:]):
@@ -1435,7 +1452,7 @@ class RestartEquivalence(pl.Callback):
         verified = {
             "promise": verdict,
             "when": datetime.now(UTC).isoformat(timespec="seconds"),
-            "by": "RestartEquivalence",
+            "by": self.by,
             "updates": resume.verified,
             "run": str(trainer.default_root_dir),
             "first_difference": str(first) if first else None,
