@@ -33,15 +33,17 @@ before anything measures or clips. For full batches both factors are 1 and nothi
 callback list does not matter, the callback moves to its front.
 
 The same collective compares the names of the metrics logged so far: a metric logged on some ranks only, which elsewhere
-ends in a hang or in ranks that disagree about the best checkpoint, is an error that names it.
+ends in a hang or in ranks that disagree about the best checkpoint, is an error that names it. `self.log(sync_dist=True)`
+on some ranks hangs in the call itself; it is caught in the first `training_step` of a fit.
 
 Costs: a few scalar operations per micro-batch, one pass over the gradients for updates that are not full. The module must
-use automatic optimization.
+use automatic optimization. (Longer than our other files, because a file that is copied alone cannot be split.)
 """
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -174,9 +176,9 @@ class TokenWeightedLoss(pl.Callback):
             )
         _refuse_fused_with_scaler(trainer)
         self._reset()
-        self._listen(pl_module)
+        self._listen(trainer, pl_module)
 
-    def _listen(self, pl_module: pl.LightningModule) -> None:
+    def _listen(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Lightning hands what training_step returns to callbacks after backward only; the weight is needed before.
         self._stop_listening()
         step, own_step = pl_module.training_step, pl_module.__dict__.get("training_step")
@@ -185,7 +187,9 @@ class TokenWeightedLoss(pl.Callback):
         def training_step(*args: Any, **kwargs: Any) -> Any:
             batch = args[0] if args else kwargs.get("batch")
             counted = self._count(batch, pl_module.device)
-            output = step(*args, **kwargs)
+            is_first = self._nominal == 0.0 and trainer.world_size > 1
+            with _same_synced_logs(trainer, pl_module) if is_first else nullcontext():
+                output = step(*args, **kwargs)
             self._micro_batch = self._read(output, batch, counted)
             return output
 
@@ -310,7 +314,7 @@ class TokenWeightedLoss(pl.Callback):
         loss_sum, num_tokens, hash_sum, hash_squares = _all_reduce(trainer, local, "sum").tolist()
         _, num_ranks = _data_parallel(trainer)
         if keys_differ(hash_sum, hash_squares, num_ranks):
-            _raise_keys_differ(trainer)
+            _compare_keys(trainer, trainer.callback_metrics, f"before update {trainer.global_step + 1}")
 
         gradients = [
             p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
@@ -348,6 +352,11 @@ class TokenWeightedLoss(pl.Callback):
             trainer.callback_metrics.pop("train/loss", None)
         trainer.callback_metrics.update({k: torch.tensor(v, dtype=torch.float64) for k, v in metrics.items()})
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compare the names of metrics that are logged once per epoch."""
+        if trainer.world_size > 1:
+            _compare_keys(trainer, trainer.callback_metrics, f"at the end of epoch {trainer.current_epoch}")
+
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # this rank's shard of a DTensor
@@ -374,17 +383,43 @@ def _hash(keys: Iterable[str]) -> int:
     return zlib.crc32("\n".join(sorted(keys)).encode()) & 0xFFFFF
 
 
-def _raise_keys_differ(trainer: pl.Trainer) -> None:
+def _compare_keys(trainer: pl.Trainer, keys: Iterable[str], when: str) -> None:
+    """Raise the same error on every rank if ranks hold different keys. Collective."""
     group, num_ranks = _data_parallel(trainer)
-    keys: list[Any] = [None] * num_ranks
-    torch.distributed.all_gather_object(keys, sorted(trainer.callback_metrics), group=group)
-    common = set(keys[0]).intersection(*keys)
-    extra = {rank: sorted(set(k) - common) for rank, k in enumerate(keys) if set(k) - common}
-    raise RuntimeError(
-        f"Metrics logged on some ranks only: {extra} (rank: names), before update {trainer.global_step + 1}. Ranks that "
-        "hold different metrics choose different best checkpoints, or wait for each other forever. Log the same names on "
-        "every rank; self.log(..., rank_zero_only=True) still logs on rank 0 alone: keep such values out of self.log."
-    )
+    everywhere: list[Any] = [None] * num_ranks
+    torch.distributed.all_gather_object(everywhere, sorted(keys), group=group)
+    common = set(everywhere[0]).intersection(*everywhere)
+    extra = {rank: sorted(set(k) - common) for rank, k in enumerate(everywhere) if set(k) - common}
+    if extra:
+        raise RuntimeError(
+            f"Metrics logged on some ranks only: {extra} (rank: names), seen {when}. Ranks that hold different metrics "
+            "choose different best checkpoints, or wait for each other forever. Log the same names on every rank; what "
+            "rank 0 alone knows goes to trainer.logger.log_metrics, not through self.log."
+        )
+
+
+@contextmanager
+def _same_synced_logs(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
+    """Hold back `log(sync_dist=True)`, a collective each, until ranks have compared the names they would log."""
+    held: list[Callable[[], None]] = []
+    names: list[str] = []
+    log = pl_module.log
+
+    def holding(name: str, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("sync_dist"):
+            names.append(name)
+            held.append(functools.partial(log, name, *args, **kwargs))
+        else:
+            log(name, *args, **kwargs)
+
+    pl_module.log = holding  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del pl_module.log
+    _compare_keys(trainer, names, "in the first training_step with sync_dist=True")
+    for call in held:
+        call()
 
 
 def _refuse_fused_with_scaler(trainer: pl.Trainer) -> None:

@@ -44,105 +44,21 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
+from torch.nn.parallel import DistributedDataParallel
 
 from lit_gpt_loop.dist_checkpoint import NameKeyedCheckpoints
+from lit_gpt_loop.sharding import find_blocks, same_weights_on_all_ranks, shard_fsdp2
+
+__all__ = ["DDP", "FSDP", "FSDP2", "AnyDeviceFSDPPrecision", "OneDevice", "find_blocks", "shard_fsdp2"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def find_blocks(
-    model: nn.Module, block_types: Sequence[type[nn.Module] | str] | None = None
-) -> list[nn.Module]:
-    """Return the modules to shard one by one, in module order.
-
-    Args:
-        model: the network.
-        block_types: classes, or names of classes, of those modules. None takes the children of each outermost
-            `nn.ModuleList`, which is how transformers hold their blocks.
-
-    Raises:
-        ValueError: no module of `model` is of these types.
-    """
-    if block_types is not None:
-        names = {t if isinstance(t, str) else t.__name__ for t in block_types}
-        blocks = [m for m in model.modules() if m is not model and type(m).__name__ in names]
-        if not blocks:
-            present = sorted({type(m).__name__ for m in model.modules()})
-            raise ValueError(
-                f"No module of types {sorted(names)} in {type(model).__name__}. Name classes that it holds: {present}, "
-                "or leave block_types out to shard the children of each nn.ModuleList."
-            )
-        return blocks
-    if isinstance(model, nn.ModuleList):
-        return list(model)
-    return [block for child in model.children() for block in find_blocks(child)]
-
-
-def shard_fsdp2(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    block_types: Sequence[type[nn.Module] | str] | None = None,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype = torch.float32,
-    reshard_after_forward: bool = True,
-) -> nn.Module:
-    """Shard `model` in place over the ranks of `mesh` with `fully_shard`: each block, then what is left, as the root.
-
-    Call it in `LightningModule.configure_model` with `self.device_mesh`, and call the model through its `forward`: the
-    root's parameters (embedding, head, last norm) are whole only while `forward` runs.
-
-    Args:
-        model: the network; parameters may be on the meta device.
-        mesh: the mesh of the strategy; of a mesh with several dimensions, the one named `data_parallel` is taken.
-        block_types: see `find_blocks`.
-        param_dtype: gather and compute in this dtype; None keeps the parameters' own (autocast still applies).
-        reduce_dtype: dtype in which gradients are summed over ranks, and accumulated over micro-batches.
-        reshard_after_forward: free whole parameters after forward and gather them again for backward; False gathers
-            once per micro-batch and keeps them.
-
-    Returns:
-        `model`.
-
-    Raises:
-        ValueError: no block of these types, or a mesh of several dimensions without one named `data_parallel`.
-    """
-    if mesh.ndim > 1:
-        if "data_parallel" not in (mesh.mesh_dim_names or ()):
-            raise ValueError(
-                f"A mesh with dimensions {mesh.mesh_dim_names} has none named 'data_parallel': pass the one-dimensional "
-                "part to shard over, as in shard_fsdp2(model, mesh['dp'])."
-            )
-        mesh = mesh["data_parallel"]
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    _same_weights_on_all_ranks(model, mesh.get_group())
-    for block in find_blocks(model, block_types):
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-
-
-@torch.no_grad()
-def _same_weights_on_all_ranks(model: nn.Module, group: Any = None) -> None:
-    """Give each rank rank 0's weights, as DDP does: sharding ranks of different seeds would mix their models."""
-    backend = dist.get_backend(group)
-    for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
-        if tensor.is_meta or (backend == "nccl" and tensor.device.type == "cpu"):
-            continue
-        dist.broadcast(tensor.detach(), group_src=0, group=group)
-
-
 class OneDevice(NameKeyedCheckpoints, SingleDeviceStrategy):
-    """One process on one device, the one that the Trainer's `accelerator` and `devices` name."""
+    """One process on the device that the Trainer's `accelerator` and `devices` name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,10 +124,10 @@ class DDP(NameKeyedCheckpoints, DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the model; parameters in half precision get their gradients summed in fp32."""
         super().configure_ddp()
-        assert self.model is not None
+        assert isinstance(self.model, DistributedDataParallel)
         low = {p.dtype for p in self.model.parameters() if p.requires_grad} - {torch.float32, torch.float64}
         if low and self._ddp_comm_hook is None:
-            self.model.register_comm_hook(None, _all_reduce_in_fp32)  # type: ignore[operator]
+            self.model.register_comm_hook(None, _all_reduce_in_fp32)
 
 
 def _all_reduce_in_fp32(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -268,7 +184,7 @@ class AnyDeviceFSDPPrecision(FSDPPrecision):
             )
         return super().forward_context()
 
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float = 0.0, *_: Any, **__: Any) -> None:  # type: ignore[override]
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float = 0.0, *_: Any, **__: Any) -> None:
         """Clip by the norm over all shards. (Lightning's plugin refuses, having no handle of the root module.)"""
         if self.root is None:
             raise MisconfigurationException(
@@ -351,7 +267,7 @@ class FSDP(NameKeyedCheckpoints, FSDPStrategy):
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
             return super()._setup_model(model)
-        _same_weights_on_all_ranks(model)
+        same_weights_on_all_ranks(model)
         kwargs = self._fsdp_kwargs()
         if "auto_wrap_policy" not in kwargs:
             blocks = {id(m) for m in find_blocks(model, self.block_types)}
@@ -367,7 +283,7 @@ class FSDP(NameKeyedCheckpoints, FSDPStrategy):
             plugin.root = self.model
 
     @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:  # type: ignore[override]
+    def model_sharded_context(self) -> Iterator[None]:
         """Context of `configure_model`, where a module may wrap parts of itself with `torch`'s `wrap`."""
         with enable_wrap(wrapper_cls=FullyShardedDataParallel, **self._fsdp_kwargs()):
             yield

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.token_jobs import best_checkpoint, key_on_one_rank
+from tests.distributed.token_jobs import best_checkpoint, key_on_one_rank, synced_everywhere
 from tests.distributed.toys import STRATEGIES
 
 
@@ -15,7 +15,21 @@ def test_c08_ranks_agree_on_loss_and_best_checkpoint(ranks2, tmp_path):
 
 
 @pytest.mark.case("C08")
+@pytest.mark.parametrize(
+    ("how", "when"),
+    [
+        ({}, "before update 1"),
+        ({"on_step": False, "on_epoch": True}, "at the end of epoch 0"),
+        ({"sync_dist": True}, "in the first training_step"),  # a hang without us
+    ],
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_c08_key_logged_on_one_rank_is_an_error(ranks2, strategy):
-    for message in ranks2.run(key_on_one_rank, strategy, timeout_s=60.0):
-        assert "{0: ['only_here']}" in message and "every rank" in message
+def test_c08_key_logged_on_one_rank_is_an_error(ranks2, strategy, how, when):
+    for message in ranks2.run(key_on_one_rank, strategy, how, timeout_s=60.0):
+        assert "{0: ['only_here']}" in message and "every rank" in message and when in message
+
+
+@pytest.mark.case("C08")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_c08_keys_logged_on_every_rank_are_averaged_as_ever(ranks2, strategy):
+    assert ranks2.run(synced_everywhere, strategy) == [0.5, 0.5]

@@ -173,27 +173,34 @@ def count_collectives(strategy: str) -> tuple[int, int, int]:
     return counts[0], counts[1], trainer.global_step
 
 
-class LogsOnRank0(ValueToy):
+class LogsSomewhere(ValueToy):
+    how: dict[str, Any] = {}
+    everywhere = False
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        if self.trainer.is_global_zero:
-            self.log("only_here", 1.0)
+        if self.everywhere or self.trainer.is_global_zero:
+            self.log("only_here", float(rank_and_world()[0]), **self.how)
         return loss
 
 
-def key_on_one_rank(strategy: str) -> str:
+def key_on_one_rank(strategy: str, how: dict[str, Any]) -> str:
     """Return the error that a metric logged on rank 0 alone ends in, on this rank."""
-    batches = [micro_batch(4, 1.0)] * 3
+    module = LogsSomewhere(sharded=strategy == "FSDP2")
+    module.how = how
     try:
-        fit(
-            LogsOnRank0(sharded=strategy == "FSDP2"),
-            batches,
-            strategy=strategy,
-            callbacks=[TokenWeightedLoss()],
-        )
+        fit(module, [micro_batch(4, 1.0)] * 3, strategy=strategy, callbacks=[TokenWeightedLoss()])
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def synced_everywhere(strategy: str) -> float:
+    """Return the mean of the ranks' numbers, as `log(sync_dist=True)` gives it."""
+    module = LogsSomewhere(sharded=strategy == "FSDP2")
+    module.how, module.everywhere = {"sync_dist": True}, True
+    _, _, record = fit(module, [micro_batch(4, 1.0)] * 2, strategy=strategy, callbacks=[TokenWeightedLoss()])
+    return record.metrics[0]["only_here"]
 
 
 def best_checkpoint(folder: str) -> tuple[float, str, float]:
