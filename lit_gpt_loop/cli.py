@@ -190,7 +190,7 @@ class PretrainCLI(LightningCLI):
     def after_fit(self) -> None:
         """Validate the final weights if the last update was not validated, and say what to do next."""
         trainer = self.trainer
-        if trainer.interrupted:  # type: ignore[attr-defined]
+        if trainer.interrupted:
             return
         metrics = trainer.callback_metrics
         if self.model.validated_at != self.model.updates:
