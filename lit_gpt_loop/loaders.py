@@ -81,16 +81,15 @@ def _same(batch: Any) -> Any:
     return batch
 
 
-def _data_loader(
-    dataset: BlockDataset, batches: _Batches, options: LoaderOptions, keep_workers: bool
-) -> DataLoader[Batch]:
+def _data_loader(dataset: BlockDataset, batches: _Batches, options: LoaderOptions) -> DataLoader[Batch]:
+    # Workers end with the pass. Ones that stay would end when the garbage collector finds the Trainer's reference cycles,
+    # where torch waits 5 s for each of them in vain: their queues are closed first.
     return DataLoader(
         dataset,
         batch_sampler=batches,
         collate_fn=_same,
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,
-        persistent_workers=keep_workers and options.num_workers > 0,
         generator=torch.Generator().manual_seed(0),
     )
 
@@ -134,7 +133,7 @@ class TrainLoader:
             for k in range(ENDLESS):
                 yield micro_batch(start, k, self._rank, self._world_size, self._micro_batch_size)
 
-        yield from _data_loader(self._dataset, _Batches(batches), self._options, keep_workers=False)
+        yield from _data_loader(self._dataset, _Batches(batches), self._options)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the position is in the DataModule's state. Tells Lightning that a resume in mid-epoch is in order."""
@@ -168,18 +167,17 @@ class EvalLoader:
         options: LoaderOptions,
     ) -> None:
         self._indices, self._batch_size, self._rank, self._world_size = indices, batch_size, rank, world_size
-        self._loader = _data_loader(
-            BlockDataset(samples, None, options.eot_id), _Batches(self._batches), options, keep_workers=True
-        )
-
-    def _batches(self) -> Iterator[Sequence[int]]:
-        n = len(self._indices)
-        for k in range(len(self)):
-            positions = micro_batch(0, k, self._rank, self._world_size, self._batch_size)
-            yield [self._indices[p] if p < n else -1 for p in positions]
+        self._dataset, self._options = BlockDataset(samples, None, options.eot_id), options
 
     def __len__(self) -> int:
         return math.ceil(len(self._indices) / (self._batch_size * self._world_size))
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from self._loader
+        indices, n, size = self._indices, len(self._indices), self._batch_size
+        rank, world_size, num_batches = self._rank, self._world_size, len(self)
+
+        def batches() -> Iterator[Sequence[int]]:
+            for k in range(num_batches):
+                yield [indices[p] if p < n else -1 for p in micro_batch(0, k, rank, world_size, size)]
+
+        yield from _data_loader(self._dataset, _Batches(batches), self._options)
