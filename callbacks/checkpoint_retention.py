@@ -712,11 +712,12 @@ class CheckpointRetention(Checkpoint):
         # no public way to keep it from being registered.
         trainer._signal_connector._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
         for number in SIGNALS:
-            if number not in self._handlers:
-                self._handlers[number] = signal.signal(number, self._on_signal)
+            previous = signal.signal(number, self._on_signal)
+            if previous != self._on_signal:
+                self._handlers[number] = previous
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if not self._is_active:  # Lightning put this handler back after our end
+        if not self._is_active:  # somebody put this handler back after our end
             previous = self._handlers.get(number, signal.SIG_DFL)
             signal.signal(number, previous if previous is not None else signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -726,19 +727,20 @@ class CheckpointRetention(Checkpoint):
         if self._num_sigints >= 3:
             raise KeyboardInterrupt
 
-    def _give_signals_back(self) -> None:
+    def _give_signals_back(self, trainer: pl.Trainer) -> None:
         self._is_active = False
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._handlers.items():
                 if signal.getsignal(number) == self._on_signal:
                     signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-            self._handlers = {}
+        # After an error Lightning puts back what it found when it registered its own handlers, which was ours.
+        trainer._signal_connector._original_handlers.update(self._handlers)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop the threads and give the signals back."""
         if stage != "fit" or self._pool is None:
             return
-        self._give_signals_back()
+        self._give_signals_back(trainer)
         self._pool.shutdown(wait=True)
         self._pool = None
         if self._uploader is not None:
