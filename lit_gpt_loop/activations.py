@@ -157,8 +157,15 @@ class LossBuffers:
 
 
 def chunk_tokens(num_tokens: int, padded_vocab_size: int, device_type: str) -> int:
-    """Return how many tokens' logits a chunked loss holds at once (the rule of `cross_entropy.py`, which imports torch)."""
-    return max(1, min(num_tokens, (2**24 if device_type == "cpu" else 2**27) // padded_vocab_size))
+    """Return how many tokens' logits a chunked loss holds at once (the rule that `cross_entropy.py` follows).
+
+    On CPU 2^21 logits (8 MiB in fp32, which a cache holds: 1.4 times faster at 4,096 words than all in one), but at least 256
+    tokens, below which each chunk's sum into the head's gradient costs more than its matmuls. Elsewhere 2^27 logits.
+    """
+    limit = (
+        max(256, 2**21 // padded_vocab_size) if device_type == "cpu" else max(1, 2**27 // padded_vocab_size)
+    )
+    return min(num_tokens, limit)
 
 
 def has_chunked_loss(config: GPTConfig, micro_batch: int) -> bool:

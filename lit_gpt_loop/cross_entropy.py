@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_gpt_loop.activations import chunk_tokens
+
 IGNORE_INDEX = -100
 
 
@@ -66,20 +68,11 @@ def _chunked(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, d
             linear_bias=padding,
             reduction="sum",
             ignore_index=IGNORE_INDEX,
-            # torch's own choice is 4 rows for 1,024 tokens, width 384 and 50,257 words: 8 times slower than these.
+            # torch's own choice is 4 rows for 1,024 tokens, width 384 and 50,257 words: several times slower.
             options=nn.LinearCrossEntropyOptions(
                 batch_chunk_size=chunk_tokens(hidden.size(0), weight.size(0), hidden.device.type)
             ),
         )
-
-
-def chunk_tokens(num_tokens: int, padded_vocab_size: int, device_type: str) -> int:
-    """Return how many tokens' logits a chunked loss holds at once.
-
-    2^24 logits (64 MiB in fp32) on CPU; eight times that elsewhere, where short chunks leave matmuls too small.
-    """
-    budget = 2**24 if device_type == "cpu" else 2**27
-    return max(1, min(num_tokens, budget // padded_vocab_size))
 
 
 class _ChunkedBf16(torch.autograd.Function):

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_gpt_loop import cross_entropy
-from lit_gpt_loop.cross_entropy import chunk_tokens, linear_cross_entropy_sum
+from lit_gpt_loop.activations import chunk_tokens
+from lit_gpt_loop.cross_entropy import linear_cross_entropy_sum
 
 N, D, V, P = 96, 16, 200, 256
 
@@ -157,8 +158,9 @@ def test_bf16_never_holds_all_logits():
     assert largest.numel == 1000 * D  # no logits larger than the hidden states; a chunk's are 25 * 256
 
 
-def test_chunks_hold_64_mib_of_logits_on_cpu():
-    assert chunk_tokens(3072, 50257, "cpu") == 333
+def test_chunks_fit_a_cpus_cache_and_fill_a_gpu():
+    assert chunk_tokens(3072, 4096, "cpu") == 512
+    assert chunk_tokens(3072, 50257, "cpu") == 256
     assert chunk_tokens(100, 50257, "cpu") == 100
     assert chunk_tokens(8192, 50304, "cuda") == 2668
     assert chunk_tokens(10, 2**28, "cuda") == 1
