@@ -4,6 +4,8 @@ A fit prepares by itself what is not prepared yet. Ahead of time is better for a
 many processes, or as the jobs of an array, each of which writes one part (`--part 3/64`).
 """
 
+import difflib
+import inspect
 import sys
 from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
@@ -42,8 +44,12 @@ def parse_part(text: str) -> tuple[int, int]:
     return part, num_parts
 
 
-def data_section(path: str) -> dict[str, Any]:
+def data_section(path: str, required: bool = True) -> dict[str, Any] | None:
     """Return the `data:` section of a run's YAML file; its other sections are no business of preparing.
+
+    Args:
+        path: the file.
+        required: whether a file without the section is an error; else the result is None.
 
     Raises:
         FileNotFoundError: no such file.
@@ -53,9 +59,11 @@ def data_section(path: str) -> dict[str, Any]:
         raise FileNotFoundError(f"--config: there is no file {path}")
     content = yaml.safe_load(Path(path).read_text())
     section = content.get("data") if isinstance(content, dict) else None
-    if not isinstance(section, dict):
+    if isinstance(section, dict):
+        return section.get("init_args", section)
+    if required:
         raise ValueError(f"--config {path} has no `data:` section")
-    return section.get("init_args", section)
+    return None
 
 
 class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
@@ -63,7 +71,18 @@ class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
 
 
 def build_parser(defaults: dict[str, Any]) -> ArgumentParser:
-    """Return the parser whose defaults are those of TextDataModule, overridden by `defaults`."""
+    """Return the parser whose defaults are those of TextDataModule, overridden by `defaults`.
+
+    Raises:
+        ValueError: a name in `defaults` is no argument; names the closest.
+    """
+    known = list(inspect.signature(TextDataModule).parameters)
+    for name in defaults:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise ValueError(
+                f"--config: data.{name} is no argument" + (f"; did you mean {close[0]}?" if close else "")
+            )
     parser = ArgumentParser(prog="python -m recipes.prepare", description=_DESCRIPTION, formatter_class=_Help)
     parser.add_argument(
         "--config", type=str | None, default=None, help="YAML file of a run; its `data:` section is read"
@@ -100,7 +119,7 @@ def main(argv: list[str] | None = None) -> Path:
     """Prepare what the arguments say, print what came out, and return the store's folder."""
     argv = sys.argv[1:] if argv is None else argv
     config = _config_of(argv)
-    parser = build_parser(data_section(config) if config is not None else {})
+    parser = build_parser((data_section(config) or {}) if config is not None else {})
     arguments = parser.parse_args(argv)
     part = parse_part(arguments.part)
     data = parser.instantiate(arguments).data
