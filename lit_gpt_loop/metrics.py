@@ -40,12 +40,13 @@ class TokenLoss(Metric):
     def update(self, loss_sum: Tensor, num_tokens: Tensor) -> None:
         """Add one batch: sum of its token losses in nats, number of its tokens."""
         s, n = loss_sum.detach().to(torch.float64), num_tokens.to(torch.float64)
-        self.loss_sum += s
+        # .double(): setting FSDP up casts the states to fp32, in which the squares below would cancel to nothing.
+        self.loss_sum = self.loss_sum.double() + s
         self.tokens += num_tokens
         self.batches += (n > 0).to(torch.int64)
-        self.sum_ss += s * s
-        self.sum_sn += s * n
-        self.sum_nn += n * n
+        self.sum_ss = self.sum_ss.double() + s * s
+        self.sum_sn = self.sum_sn.double() + s * n
+        self.sum_nn = self.sum_nn.double() + n * n
 
     def compute(self) -> dict[str, float]:
         """Return the values named in the class docstring."""
