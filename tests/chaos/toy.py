@@ -4,6 +4,7 @@ Dropout draws from torch, the loss is scaled by Python's and NumPy's generators,
 loader keeps; forget one of them in a checkpoint and the weights after a resume differ.
 """
 
+import os
 import random
 from pathlib import Path
 
@@ -96,10 +97,11 @@ def fit(
     on_step=None, val_losses=None, stock=False, callbacks=(), batches=6, trainer_kwargs=None, **retention,
 ):  # fmt: skip
     """Train to `num_steps` updates; returns (module, trainer, callback). `validate` counts updates."""
-    random.seed(11)
-    np.random.seed(12)
+    rank = int(os.environ.get("RANK", 0)) if num_ranks > 1 else 0
+    random.seed(11 + rank)
+    np.random.seed(12 + rank)
     module = Toy(on_step, val_losses)
-    torch.manual_seed(13)
+    torch.manual_seed(13 + rank)
     callback = CheckpointRetention(dirpath, **retention)
     has_validation = validate is not None
     trainer = pl.Trainer(
