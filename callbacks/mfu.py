@@ -52,7 +52,7 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -285,6 +285,11 @@ def _peak_memory_gib(device: torch.device) -> float:
     return float("nan")
 
 
+def _value(metrics: Mapping[str, Any], key: str) -> float:
+    """Read what another callback reports, -1 if nobody does."""
+    return float(metrics.get(key, -1.0))
+
+
 class MFUMonitor(pl.Callback):
     """Log throughput, utilisation, the split of the time, and goodput. See the file's docstring for keys and definitions.
 
@@ -463,7 +468,7 @@ class MFUMonitor(pl.Callback):
         self._history: deque[tuple[float, float, float]] = deque(maxlen=self.window)
         self._tokens: int | Tensor = 0
         self._step = trainer.global_step
-        self._saves_seen = self._bus(trainer, "ckpt/step")
+        self._saves_seen = _value(trainer.callback_metrics, "ckpt/step")
         assert self._watch is not None
         self._watch.take()
         self._boundary = self._beat = _clock()
@@ -507,10 +512,10 @@ class MFUMonitor(pl.Callback):
         self._step, self._boundary, self._startup_s, self._tokens = trainer.global_step, now, 0.0, 0
 
         bus = trainer.callback_metrics
-        saves = self._bus(trainer, "ckpt/step")
-        skips = max(self._skips_seen, self._bus(trainer, "optim/skipped_updates"))
+        saves = _value(bus, "ckpt/step")
+        skips = max(self._skips_seen, _value(bus, "optim/skipped_updates"))
         if saves != self._saves_seen:  # hashing and renaming stall the loop outside Trainer.save_checkpoint
-            more_s = min(max(0.0, self._bus(trainer, "ckpt/blocked_s") - checkpoint_s), step_s - data_s)
+            more_s = min(max(0.0, _value(bus, "ckpt/blocked_s") - checkpoint_s), step_s - data_s)
             step_s, checkpoint_s = step_s - more_s, checkpoint_s + more_s
         is_lost = skips > self._skips_seen
         self._saves_seen, self._skips_seen = saves, skips
@@ -526,7 +531,8 @@ class MFUMonitor(pl.Callback):
         metrics |= self.ledger.metrics()
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
-        bus.update({k: torch.as_tensor(v, dtype=torch.float64) for k, v in metrics.items()})
+        values = torch.tensor(list(metrics.values()), dtype=torch.float64).unbind()
+        bus.update(dict(zip(metrics, values, strict=True)))
         if now - self._beat > HEARTBEAT_EVERY_S:
             self._write_heartbeat(trainer)
 
@@ -547,11 +553,6 @@ class MFUMonitor(pl.Callback):
             metrics["perf/mfu"] = self._flops * rate / self._sum_peak
             metrics["perf/hfu"] = (self._flops + self._recomputed) * rate / self._sum_peak
         return metrics
-
-    @staticmethod
-    def _bus(trainer: pl.Trainer, key: str) -> float:
-        """Read what another callback reports, -1 if nobody does."""
-        return float(trainer.callback_metrics.get(key, -1.0))
 
     # ---- the ledger on disk ----
 
