@@ -32,6 +32,7 @@ from typing import IO, Any
 
 _ITEM_BYTES = 16 * 2**20  # of text or of file per work item; part of what fixes the store's item digests
 _ITEM_FILES = 256
+_READ_BYTES = 2**20
 # Corpora up to this size are recognised by content, larger ones by name, size and modification time.
 _HASHED_BYTES = 256 * 2**20
 _SUFFIXES = (".txt", ".md", ".jsonl", ".parquet", ".txt.gz", ".md.gz", ".jsonl.gz")
@@ -215,7 +216,7 @@ class FileCorpus(Corpus):
                 yield _decode(f.read(), path)
                 return
             separator, buffer = self.document_separator.encode(), bytearray()
-            while block := f.read(2**20):
+            while block := f.read(_READ_BYTES):
                 searched = max(0, len(buffer) - len(separator) + 1)
                 buffer += block
                 while (end := buffer.find(separator, searched)) >= 0:

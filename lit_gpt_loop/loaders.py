@@ -6,7 +6,9 @@ what was prefetched never counts, and a position restored after the iterator was
 workers' seeds from a generator of its own, never from torch's global one.
 """
 
+import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -181,3 +183,13 @@ class EvalLoader:
                 yield [indices[p] if p < n else -1 for p in micro_batch(0, k, rank, world_size, size)]
 
         yield from _data_loader(self._dataset, _Batches(batches), self._options)
+
+
+def measure_tokens_per_s(loader: TrainLoader | EvalLoader, num_batches: int = 200) -> float:
+    """Return how many input tokens a loader delivers per second, the first batch (and the start of workers) left out."""
+    batches = iter(loader)
+    next(batches)
+    started, tokens = time.perf_counter(), 0
+    for batch in itertools.islice(batches, num_batches):
+        tokens += batch["inputs"].numel()
+    return tokens / (time.perf_counter() - started)

@@ -120,7 +120,8 @@ def _map(path: Path, dtype: str | np.dtype, length: int, store: Path) -> np.ndar
         raise ValueError(
             f"the token store is damaged: {path} {state}, its meta file says {wanted}: {_again(store)}"
         )
-    return np.memmap(path, dtype=dtype, mode="r") if length else np.zeros(0, dtype=dtype)
+    # A plain array over the map: slices of np.memmap itself take several times as long.
+    return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray) if length else np.zeros(0, dtype=dtype)
 
 
 class TokenStore:

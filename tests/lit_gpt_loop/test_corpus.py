@@ -201,6 +201,7 @@ def test_missing_files_say_what_a_corpus_can_be(tmp_path):
 
 @pytest.mark.parametrize("block", [1, 3, 2**20])
 def test_document_separator(tmp_path, monkeypatch, block):
+    monkeypatch.setattr("lit_gpt_loop.corpus._READ_BYTES", block)
     path = tmp_path / "t.txt"
     path.write_text("one<|end|>two 🙂<|end|><|end|>three")
     corpus = open_corpus(str(path), document_separator="<|end|>")

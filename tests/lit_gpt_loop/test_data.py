@@ -10,7 +10,7 @@ import torch
 
 from lit_gpt_loop.corpus import TextCorpus
 from lit_gpt_loop.data import TextDataModule
-from lit_gpt_loop.loaders import EvalLoader, LoaderOptions
+from lit_gpt_loop.loaders import EvalLoader, LoaderOptions, measure_tokens_per_s
 from lit_gpt_loop.packing import PackedBlocks, split_tail
 from lit_gpt_loop.sample_order import SampleOrder
 from lit_gpt_loop.token_store import TokenStore
@@ -422,6 +422,12 @@ def test_a_position_far_away_costs_nothing(tmp_path):
     assert time.perf_counter() - started < 1.0
     order = SampleOrder(data.samples_per_epoch, 0)
     assert batch["sample_ids"].tolist() == [order.sample_id(10**15), order.sample_id(10**15 + 1)]
+
+
+def test_throughput_is_measured_in_input_tokens(tmp_path, monkeypatch):
+    clock = iter([10.0, 12.0])
+    monkeypatch.setattr("lit_gpt_loop.loaders.time.perf_counter", lambda: next(clock))
+    assert measure_tokens_per_s(ready(data_of(tmp_path)).train_dataloader(), 5) == 5 * 2 * 16 / 2.0
 
 
 def test_a_new_trainer_starts_at_the_first_sample_and_the_same_one_goes_on(tmp_path):
