@@ -127,6 +127,7 @@ class LitGPT(pl.LightningModule):
         self._update_happened = False
         self._rate_used = 0.0
         self._last_global_step = 0
+        self._not_logged: dict[str, Any] | None = None  # metrics of an update that is counted
         self._window: list[Tensor] = []  # [loss sum, tokens] per micro-batch, only without TokenWeightedLoss
         self._has_weigher = False
 
@@ -218,6 +219,13 @@ class LitGPT(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """Count and log, at the last micro-batch of an update."""
+        self._count_update()
+        metrics, self._not_logged = self._not_logged, None
+        if metrics is not None:
+            self._log(metrics | {"optim/lr": self._rate_used} | self.progress())
+
+    def _count_update(self) -> None:
+        # Lightning calls callbacks before the module: one that saves at this update comes here through on_save_checkpoint.
         trainer = self.trainer
         if trainer.global_step == self._last_global_step:
             return
@@ -227,7 +235,7 @@ class LitGPT(pl.LightningModule):
         if self._update_happened:
             self.updates += 1
             self.tokens += int(num_tokens)
-        self._log(metrics | {"optim/lr": self._rate_used} | self.progress())
+        self._not_logged = metrics
 
     def progress(self) -> dict[str, Any]:
         """Return `progress/*`: updates and tokens of this run, samples and epoch of its data."""
@@ -300,6 +308,8 @@ class LitGPT(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what this run has done, and the schedule that it followed."""
+        if self.trainer.training:
+            self._count_update()
         checkpoint["lit_gpt"] = {
             "updates": self.updates,
             "tokens": self.tokens,
