@@ -1238,6 +1238,10 @@ class RestartEquivalence(pl.Callback):
         file, trace = trainer.strategy.broadcast(self._find_trace(trainer, checkpoint, wanted), src=0)
         snapshot = own.get("snapshot") or (trace or {}).get("snapshot")
         recorded = (trace or {}).get("updates", [])
+        # A run that was lengthened follows another schedule on purpose, from an update that its module may know.
+        changes_at = getattr(module, "rates_change_at", None)
+        if changes_at is not None:
+            recorded = recorded[: max(0, changes_at - trainer.global_step)]
         if snapshot is None:
             rank_zero_warn(
                 f"RestartEquivalence cannot judge this restart: {checkpoint} was saved without it. The next {self.updates} "
