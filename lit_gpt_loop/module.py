@@ -46,6 +46,8 @@ class LitGPT(pl.LightningModule):
         num_matmul_params: N of the 6N rule, parameters that multiply activations.
         flops_per_token: 6N.
         recomputed_flops_per_token: forward FLOPs done again by activation checkpointing, 0.0 without it.
+        rates_change_at: after a restart of a run that was lengthened, the first update (`trainer.global_step` before it) whose
+            rate is not the one that the checkpoint's run used or would have used; else None.
 
     Args:
         config: a `GPTConfig`, its fields as a dict, or a preset's name such as "gpt2-124m".
@@ -123,6 +125,9 @@ class LitGPT(pl.LightningModule):
         self.schedule: Schedule | None = None
         self.updates, self.tokens = 0, 0  # that happened / trained on, over the life of the run
         self.updates_at_start = 0  # of this process
+        self.rates_change_at: int | None = (
+            None  # `global_step` of the first update with another rate than the checkpoint's run
+        )
         self.validated_at = -1  # updates that the last validated weights had seen
         self._update_happened = False
         self._rate_used = 0.0
@@ -332,13 +337,18 @@ class LitGPT(pl.LightningModule):
         for line in _differences(checkpoint.get("hyper_parameters", {}), dict(self.hparams)):
             rank_zero_info(f"Resuming with another setting, this run's wins: {line}")
         if state["schedule"] is not None:
-            self._check_schedule(Schedule(**state["schedule"]))
+            self._check_schedule(
+                Schedule(**state["schedule"]), int(checkpoint.get("global_step", self.updates))
+            )
 
-    def _check_schedule(self, old: Schedule) -> None:
+    def _check_schedule(self, old: Schedule, step: int) -> None:
         total = self.trainer.max_steps
         new = self.schedule_config.resolve(total if total > 0 else None)
         n = first_difference(old, new, self.updates)
         if n is None:
+            ends = [s.total_steps for s in (old, new) if s.total_steps is not None]
+            change = first_difference(old, new, max([self.updates, *ends]))
+            self.rates_change_at = None if change is None else change - self.updates + step
             return
         if old.kind == "cosine":
             remedy = (
