@@ -174,6 +174,8 @@ class RunWandbLogger(WandbLogger):
         if offline is None:
             offline = not _wants_online()
         kwargs.setdefault("name", self._run_dir.name)
+        # A trunk and the branches cut from it form one group, named after the trunk (recipes.cooldown sets the variable).
+        kwargs.setdefault("group", os.environ.get("WANDB_RUN_GROUP") or self._run_dir.name)
         # console="off": wandb would otherwise copy the terminal, progress bar included, into a file.
         if "settings" not in kwargs:
             import wandb  # here, as in Lightning's own: half a second that a journal-only run need not pay
