@@ -1286,7 +1286,7 @@ class RestartEquivalence(pl.Callback):
             "verdict": "under way",
             "differences": [],
         }
-        if not recorded:
+        if not (trace or {}).get("updates"):
             self._record_again(trainer, wanted, checkpoint, snapshot)
 
     def _record_again(
