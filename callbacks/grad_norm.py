@@ -51,26 +51,30 @@ def clip_coefficient(norm: float, clip_norm: float | None) -> float:
     return 1.0 if clip_norm is None or norm <= clip_norm else clip_norm / norm
 
 
-def sums_of_squares(tensors: list[Tensor]) -> Tensor:
-    """Return (len(tensors),) sums of squares in float64, each right to 1e-6 for tensors of any size."""
-    device = tensors[0].device if tensors else torch.device("cpu")
+def sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    """Return the sum of squares of all values as a float64 scalar, right to 1e-6 for tensors of any size."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    device = tensors[0].device
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    # On CPU one fp32 accumulator runs over a whole tensor: the norm of 19 M values is off by 9e-4 (torch 2.13, and so is
-    # clip_grad_norm_). In rows of 1,024 it is off by 1e-9 and takes the same time.
-    large = [i for i, t in enumerate(tensors) if device.type == "cpu" and t.numel() > 2**14]
-    small = [i for i in range(len(tensors)) if i not in set(large)]
-    squares = torch.zeros(
-        len(tensors), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device
-    )
-    if small:
-        norms = torch._foreach_norm([tensors[i] for i in small], 2, dtype=dtype)
-        squares[small] = torch.stack(norms).to(squares.dtype).square()
-    for i in large:
-        flat = tensors[i].reshape(-1)
-        end = flat.numel() // 1024 * 1024
-        rows = torch.linalg.vector_norm(flat[:end].view(-1, 1024), dim=1, dtype=dtype)
-        squares[i] = rows.double().square().sum() + flat[end:].double().square().sum()
-    return squares
+    parts, pieces = tensors, []
+    if device.type == "cpu":
+        # There one fp32 accumulator runs over a whole tensor: the norm of 19 M values is off by 9e-4 (torch 2.13, and so
+        # is clip_grad_norm_). In rows of 1,024 it is off by 1e-9 and takes the same time.
+        parts = []
+        for t in tensors:
+            if t.numel() <= (2**16 if t.dtype == torch.float32 else 2**12):
+                parts.append(t)
+                continue
+            flat = t.reshape(-1)
+            end = flat.numel() // 1024 * 1024
+            pieces.append(torch.linalg.vector_norm(flat[:end].view(-1, 1024), dim=1, dtype=dtype))
+            if end < flat.numel():
+                parts.append(flat[end:])
+    if parts:
+        pieces.append(torch.stack(torch._foreach_norm(parts, 2, dtype=dtype)))
+    norms = torch.cat(pieces)
+    return (norms if device.type == "mps" else norms.double()).square().sum()
 
 
 def layer_of(name: str) -> str:
@@ -146,6 +150,7 @@ class GradNormMonitor(pl.Callback):
         self._window: list[dict[str, Any]] = []  # samples and loss of each micro-batch since the last update
         self._schedule: list[tuple[Any, dict[str, Any]]] | None = None  # to put back after a skipped update
         self._names: dict[int, str] = {}
+        self._shards: Any = None
         self._fault = ""
 
     # -- start of a fit
@@ -173,6 +178,7 @@ class GradNormMonitor(pl.Callback):
                     "precision='bf16-mixed'."
                 )
         self._names = {id(p): plain_name(n) for n, p in pl_module.named_parameters()}
+        self._shards = _Shards(trainer, pl_module)
         self._window, self._metrics, self._schedule, self._consecutive = [], None, None, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,19 +217,16 @@ class GradNormMonitor(pl.Callback):
         if update <= 10 or update % self.weight_norm_every_n_steps == 0:
             weights = _unique(pl_module.parameters())
         with_grad = [p for p in parameters if p.grad is not None]
-        shares = _Shares(trainer, (*parameters, *weights))
-        squares = shares.squares([p.grad for p in with_grad], with_grad, pl_module.device)
-        weight_squares = shares.squares(weights, weights, pl_module.device)
-        layers = (
-            sorted({layer_of(self._names.get(id(p), "other")) for p in parameters}) if self.per_layer else []
-        )
-        index = [layers.index(layer_of(self._names.get(id(p), "other"))) for p in with_grad] if layers else []
-        by_layer = squares.new_zeros(len(layers))
-        if index:
-            by_layer.index_add_(0, torch.tensor(index, device=squares.device), squares)
-        num_grads = squares.new_tensor([float(len(with_grad))])
-        local = torch.cat((squares.sum()[None], num_grads, weight_squares.sum()[None], by_layer))
-        total, num_grads_anywhere, weight_total, *layer_totals = shares.sum_over_ranks(local).tolist()
+        groups = {"": with_grad}
+        if self.per_layer:
+            groups = {layer_of(self._names.get(id(p), "other")): [] for p in parameters}
+            for p in with_grad:
+                groups[layer_of(self._names.get(id(p), "other"))].append(p)
+        shards = self._shards
+        sums = [shards.sum_of_squares([p.grad for p in group], group) for group in groups.values()]
+        sums.append(shards.sum_of_squares(weights, weights))
+        *layer_totals, weight_total, num_grads = shards.sum_over_ranks(sums, len(with_grad), pl_module.device)
+        total = sum(layer_totals)
         if not math.isfinite(weight_total):
             raise RuntimeError(
                 f"The parameters hold inf or NaN before update {update}: nothing after this can be trained. Go back to a "
@@ -231,11 +234,11 @@ class GradNormMonitor(pl.Callback):
             )
 
         metrics: dict[str, float] = {}
-        if num_grads_anywhere == 0 or not math.isfinite(total):
-            if num_grads_anywhere > 0:
+        if num_grads == 0 or not math.isfinite(total):
+            if num_grads > 0:
                 self._consecutive += 1
                 self.counts.nonfinite += 1
-                self._fault = self._describe_fault(trainer, squares, with_grad)
+                self._fault = self._describe_fault(trainer, with_grad)
                 rank_zero_warn(f"Update {update} is skipped: its gradient is not finite. {self._fault}")
             self._skip(trainer, optimizer, parameters)
         else:
@@ -249,9 +252,9 @@ class GradNormMonitor(pl.Callback):
                 "optim/clip_coefficient": coefficient,
                 "optim/clipped": float(coefficient < 1.0),
             }
-            metrics.update(
-                {f"optim/grad_norm/{n}": math.sqrt(s) for n, s in zip(layers, layer_totals, strict=True)}
-            )
+            if self.per_layer:
+                by_layer = zip(groups, layer_totals, strict=True)
+                metrics.update({f"optim/grad_norm/{layer}": math.sqrt(square) for layer, square in by_layer})
         if self.counts.measured:
             metrics["optim/clip_fraction"] = self.counts.clipped / self.counts.measured
         metrics["optim/nonfinite_updates"] = float(self.counts.nonfinite)
@@ -302,11 +305,11 @@ class GradNormMonitor(pl.Callback):
                 target.load_state_dict(state)
         self._schedule = None
 
-    def _describe_fault(self, trainer: pl.Trainer, squares: Tensor, with_grad: list[nn.Parameter]) -> str:
+    def _describe_fault(self, trainer: pl.Trainer, with_grad: list[nn.Parameter]) -> str:
         """Return which parameter and which samples, the same text on every rank. Collective; for faults only."""
-        bad = [i for i, ok in enumerate(torch.isfinite(squares).tolist()) if not ok]
+        bad = next((p for p in with_grad if not bool(torch.isfinite(_local(p.grad)).all())), None)
+        name = None if bad is None else self._names.get(id(bad), "?")
         order = {name: i for i, name in enumerate(self._names.values())}
-        name = self._names.get(id(with_grad[bad[0]]), "?") if bad else None
         losses_ok = [m["loss"] is None or bool(torch.isfinite(m["loss"]).all()) for m in self._window]
         samples = [
             m["samples"].tolist() if isinstance(m["samples"], Tensor) else m["samples"] for m in self._window
@@ -321,7 +324,11 @@ class GradNormMonitor(pl.Callback):
             everywhere = [None] * trainer.world_size
             torch.distributed.all_gather_object(everywhere, here)
         names = [r["name"] for r in everywhere if r["name"] is not None]
-        first = min(names, key=lambda n: order.get(n, len(order))) if names else "?"
+        first = (
+            min(names, key=lambda n: order.get(n, len(order)))
+            if names
+            else "none, the norm leaves fp32's range"
+        )
         which = "bad" if any(r["bad"] for r in everywhere) else "all"
         where = "; ".join(f"rank {rank}: {r[which]}" for rank, r in enumerate(everywhere) if r[which])
         what = "whose loss is not finite" if which == "bad" else "of the update (each loss was finite)"
@@ -338,9 +345,11 @@ class GradNormMonitor(pl.Callback):
         if trainer.global_step % self.log_every_n_steps == 0:
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.global_step)
-        for stale in [k for k in trainer.callback_metrics if k.startswith("optim/grad_norm")]:
-            trainer.callback_metrics.pop(stale)
-        trainer.callback_metrics.update({k: torch.tensor(v, dtype=torch.float64) for k, v in metrics.items()})
+        shared = trainer.callback_metrics
+        if "optim/grad_norm" not in metrics:
+            for stale in [k for k in shared if k.startswith("optim/grad_norm")]:
+                shared.pop(stale)
+        shared.update({k: torch.tensor(v, dtype=torch.float64) for k, v in metrics.items()})
         if self._consecutive >= self.max_consecutive_skips:
             saved = _save_healthy(trainer)
             raise RuntimeError(
@@ -350,50 +359,56 @@ class GradNormMonitor(pl.Callback):
             )
 
 
-class _Shares:
+class _Shards:
     """How much of each parameter this rank holds, so that sums over ranks count every value once."""
 
-    def __init__(self, trainer: pl.Trainer, parameters: Iterable[Tensor]) -> None:
-        self.num_ranks = trainer.world_size
-        self.is_sharded, self._fsdp_share = False, 1.0
-        for p in parameters:
-            # FSDP1 marks parameters that it flattened and sharded by this attribute, and by nothing public.
-            if hasattr(p, "_fsdp_flattened"):
-                self.is_sharded = True
-                roots = FullyShardedDataParallel.fsdp_modules(trainer.strategy.model, root_only=True)  # type: ignore[arg-type]
-                self._fsdp_share = _fsdp_shards(roots[0]) / self.num_ranks
-                break
-            self.is_sharded = self.is_sharded or hasattr(p, "placements")
+    def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._num_ranks = trainer.world_size
+        parameters = _unique(pl_module.parameters())
+        # FSDP1 marks parameters that it flattened and sharded by this attribute, and by nothing public.
+        flattened = {id(p) for p in parameters if hasattr(p, "_fsdp_flattened")}
+        self._is_sharded = bool(flattened) or any(hasattr(p, "placements") for p in parameters)
+        self._parts: dict[
+            int, float
+        ] = {}  # for parameters of which the sum over ranks would count a value twice
+        fsdp_part = 1.0
+        if flattened:
+            roots = FullyShardedDataParallel.fsdp_modules(trainer.strategy.model, root_only=True)  # type: ignore[arg-type]
+            fsdp_part = _fsdp_shards(roots[0]) / self._num_ranks
+        for p in parameters if self._is_sharded else []:
+            part = fsdp_part if id(p) in flattened else _part_of_dtensor(p, self._num_ranks)
+            if part != 1.0:
+                self._parts[id(p)] = part
 
-    def _share(self, parameter: Any) -> float:
-        if not self.is_sharded:
-            return 1.0
-        if hasattr(
-            parameter, "placements"
-        ):  # a DTensor: replicas along the dimensions of its mesh that do not shard it
-            mesh = parameter.device_mesh
-            return 1.0 / math.prod(
-                mesh.size(i) for i, p in enumerate(parameter.placements) if p.is_replicate()
-            )
-        return self._fsdp_share if hasattr(parameter, "_fsdp_flattened") else 1.0 / self.num_ranks
+    def sum_of_squares(self, tensors: list[Any], parameters: list[nn.Parameter]) -> Tensor:
+        """Return what this rank adds to the sum of squares of these tensors, each shaped as its parameter."""
+        if not self._parts:
+            return sum_of_squares([_local(t) for t in tensors])
+        by_part: dict[float, list[Tensor]] = {}
+        for t, p in zip(tensors, parameters, strict=True):
+            by_part.setdefault(self._parts.get(id(p), 1.0), []).append(_local(t))
+        return sum((part * sum_of_squares(group) for part, group in by_part.items()), sum_of_squares([]))
 
-    def squares(self, tensors: list[Any], parameters: list[nn.Parameter], device: torch.device) -> Tensor:
-        """Return (len(tensors),) sums of squares, each times the share of its parameter that is this rank's to count."""
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        if not tensors:
-            return torch.zeros(0, dtype=dtype, device=device)
-        squares = sums_of_squares([_local(t) for t in tensors])
-        if self.is_sharded:
-            squares *= torch.tensor([self._share(p) for p in parameters], dtype=dtype).to(
-                device, non_blocking=True
-            )
-        return squares
+    def sum_over_ranks(self, sums: list[Tensor], count: int, device: torch.device) -> list[float]:
+        """Return the sums and the count over all ranks, on the host: one collective if parameters are sharded.
 
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Sum over ranks when parameters are sharded; otherwise every rank holds the same sums already."""
-        if self.is_sharded and self.num_ranks > 1:
-            torch.distributed.all_reduce(values)
-        return values
+        Otherwise every rank holds the same sums already.
+        """
+        values = torch.stack([s.to(device) for s in sums])
+        if not self._is_sharded or self._num_ranks == 1:
+            return [*values.tolist(), float(count)]
+        values = torch.cat((values, values.new_full((1,), float(count))))
+        torch.distributed.all_reduce(values)
+        return values.tolist()
+
+
+def _part_of_dtensor(parameter: Any, num_ranks: int) -> float:
+    if not hasattr(parameter, "placements"):
+        return 1.0 / num_ranks  # whole on every rank
+    mesh = (
+        parameter.device_mesh
+    )  # along dimensions that do not shard it, it is there as often as they are long
+    return 1.0 / math.prod(mesh.size(i) for i, p in enumerate(parameter.placements) if p.is_replicate())
 
 
 def _fsdp_shards(root: FullyShardedDataParallel) -> int:

@@ -112,23 +112,32 @@ def block_gradients(loss: Tensor) -> list[Any]:
 
 
 class _Count:
-    """Tokens of a micro-batch, on its device and, without making the device wait, on the host."""
+    """Tokens of a micro-batch. On a GPU they are read back without making it wait for what was enqueued later."""
 
     def __init__(self, count: Any, device: torch.device) -> None:
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.on_device = torch.as_tensor(count).detach().to(device, dtype).reshape(())
-        self._on_host, self._event = self.on_device, None
-        if device.type == "cuda":
-            self._on_host = torch.empty((), dtype=dtype, pin_memory=True)
-            self._on_host.copy_(self.on_device, non_blocking=True)
+        self._event = None
+        if not isinstance(count, Tensor) or device.type != "cuda":
+            self._host: Any = float(count)
+        else:
+            self._device = count.detach().to(device, torch.float64).reshape(())
+            self._host = torch.empty((), dtype=torch.float64, pin_memory=True)
+            self._host.copy_(self._device, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 
     def item(self) -> float:
-        """Return the count, waiting for nothing enqueued after it was counted."""
+        """Return the count on the host."""
         if self._event is not None:
             self._event.synchronize()
-        return float(self._on_host)
+        return float(self._host)
+
+    def weigh(self, mean_loss: Tensor) -> tuple[Any, Any]:
+        """Return the loss sum and the tokens, as numbers, or on the loss's device where reading them would wait."""
+        if mean_loss.device.type != "cuda":
+            num_tokens = self.item()
+            return (num_tokens * mean_loss.item() if num_tokens > 0 else 0.0), num_tokens
+        tokens = self._device if self._event is not None else _scalar(self._host, mean_loss.device)
+        return torch.where(tokens > 0, tokens * mean_loss, 0.0), tokens
 
 
 class TokenWeightedLoss(pl.Callback):
@@ -154,7 +163,8 @@ class TokenWeightedLoss(pl.Callback):
         self._nominal = 0.0  # tokens of a full micro-batch; 0 until a fit's first one
         self._capacity = 0.0
         self._micro_batch: tuple[Tensor, _Count, _Count] | None = None  # between forward and backward
-        self._sums: Tensor | None = None  # (2,) loss sum and tokens of the window so far, on this rank
+        self._loss_sum: Any = 0.0  # of the window so far, on this rank; numbers or scalar tensors
+        self._num_tokens: Any = 0.0
         self._handles: list[Any] = []
         self._metrics: dict[str, float] | None = None
 
@@ -267,24 +277,24 @@ class TokenWeightedLoss(pl.Callback):
         mean_loss, count, counted = self._micro_batch
         self._micro_batch = None
         if self._nominal == 0.0:
-            self._nominal = self._choose_nominal(trainer, count)
-        num_tokens = count.on_device
-        loss_sum = torch.where(num_tokens > 0, num_tokens * mean_loss, 0.0)
-        sums = torch.stack((loss_sum, num_tokens))
-        self._sums = sums if self._sums is None else self._sums + sums
+            self._nominal = self._choose_nominal(trainer, count, loss.device)
+        loss_sum, num_tokens = count.weigh(mean_loss)
+        self._loss_sum, self._num_tokens = self._loss_sum + loss_sum, self._num_tokens + num_tokens
         if not loss.requires_grad:
             return
         if counted.item() == 0:
             self._handles = block_gradients(loss)
-        elif num_tokens.device.type != "cpu" or count.item() != self._nominal:
+        elif isinstance(num_tokens, Tensor):
             weight = (num_tokens / self._nominal).to(loss.dtype)
             loss.register_hook(lambda grad: grad * weight)
+        elif num_tokens != self._nominal:
+            loss.register_hook(lambda grad: grad * (num_tokens / self._nominal))
 
-    def _choose_nominal(self, trainer: pl.Trainer, count: _Count) -> float:
+    def _choose_nominal(self, trainer: pl.Trainer, count: _Count, device: torch.device) -> float:
         """Return the tokens of a full micro-batch. Any number > 0 on which ranks agree is right; this one is exact."""
         layout = [trainer.accumulate_grad_batches, _data_parallel(trainer)[1]]
         if self._saved.get("layout") != layout:
-            nominal = torch.tensor([max(self._capacity, count.item(), 1.0)], device=count.on_device.device)
+            nominal = torch.tensor([max(self._capacity, count.item(), 1.0)], device=device)
             self._saved = {"layout": layout, "nominal": float(_all_reduce(trainer, nominal, "max")[0])}
         return float(self._saved["nominal"])
 
@@ -301,20 +311,18 @@ class TokenWeightedLoss(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Sum tokens and losses over ranks; apply the remaining factor to the gradients."""
-        sums = (
-            self._sums
-            if self._sums is not None
-            else torch.zeros(2, dtype=torch.float64, device=pl_module.device)
-        )
-        self._sums = None
-        hashed = _hash(trainer.callback_metrics)
-        local = torch.cat(
-            (sums, torch.tensor([hashed, hashed**2], dtype=sums.dtype).to(sums.device, non_blocking=True))
-        )
-        loss_sum, num_tokens, hash_sum, hash_squares = _all_reduce(trainer, local, "sum").tolist()
         _, num_ranks = _data_parallel(trainer)
-        if keys_differ(hash_sum, hash_squares, num_ranks):
-            _compare_keys(trainer, trainer.callback_metrics, f"before update {trainer.global_step + 1}")
+        loss_sum, num_tokens = self._loss_sum, self._num_tokens
+        self._loss_sum, self._num_tokens = 0.0, 0.0
+        if num_ranks > 1:
+            hashed = _hash(trainer.callback_metrics)
+            local = torch.stack(
+                [_scalar(v, pl_module.device) for v in (loss_sum, num_tokens, hashed, hashed**2)]
+            )
+            loss_sum, num_tokens, hash_sum, hash_squares = _all_reduce(trainer, local, "sum").tolist()
+            if keys_differ(hash_sum, hash_squares, num_ranks):
+                _compare_keys(trainer, trainer.callback_metrics, f"before update {trainer.global_step + 1}")
+        loss_sum, num_tokens = float(loss_sum), float(num_tokens)
 
         gradients = [
             p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
@@ -348,9 +356,10 @@ class TokenWeightedLoss(pl.Callback):
         metrics, self._metrics = self._metrics, None
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
+        shared = trainer.callback_metrics
         if "train/loss" not in metrics:
-            trainer.callback_metrics.pop("train/loss", None)
-        trainer.callback_metrics.update({k: torch.tensor(v, dtype=torch.float64) for k, v in metrics.items()})
+            shared.pop("train/loss", None)
+        shared.update({k: torch.tensor(v, dtype=torch.float64) for k, v in metrics.items()})
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the names of metrics that are logged once per epoch."""
@@ -360,6 +369,11 @@ class TokenWeightedLoss(pl.Callback):
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # this rank's shard of a DTensor
+
+
+def _scalar(value: Any, device: torch.device) -> Tensor:
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.as_tensor(value, dtype=dtype).to(device, non_blocking=True)
 
 
 def _data_parallel(trainer: pl.Trainer) -> tuple[Any, int]:
