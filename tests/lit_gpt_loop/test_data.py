@@ -1,5 +1,6 @@
 """TextDataModule under a Trainer: batches, accumulation, position, evaluation, and what bad arguments get."""
 
+import pickle
 import random
 import time
 
@@ -10,7 +11,7 @@ import torch
 
 from lit_gpt_loop.corpus import TextCorpus
 from lit_gpt_loop.data import TextDataModule
-from lit_gpt_loop.loaders import EvalLoader, LoaderOptions, measure_tokens_per_s
+from lit_gpt_loop.loaders import BlockDataset, EvalLoader, LoaderOptions, measure_tokens_per_s
 from lit_gpt_loop.packing import PackedBlocks, split_tail
 from lit_gpt_loop.sample_order import SampleOrder
 from lit_gpt_loop.token_store import TokenStore
@@ -456,6 +457,16 @@ def test_no_global_random_state_is_touched(tmp_path, num_workers):
     list(data.val_dataloader())
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+
+
+def test_what_a_spawned_worker_gets_is_small_and_reads_the_same(tmp_path):
+    data = ready(data_of(tmp_path))
+    dataset = BlockDataset(data.splits.samples[0], SampleOrder(data.samples_per_epoch, 0), data.eot_id)
+    wanted = dataset.__getitems__([3, 4, 5])
+    sent = pickle.dumps(dataset)
+    assert len(sent) < 10_000 < data.splits.store.num_tokens * 2
+    for key, value in pickle.loads(sent).__getitems__([3, 4, 5]).items():
+        assert torch.equal(value, wanted[key])
 
 
 # ---- evaluation

@@ -1,12 +1,17 @@
 """The token store: what is read is what was written, the same bytes however it is done, and what a damaged one gets."""
 
+import contextlib
 import errno
 import gzip
 import itertools
 import json
+import multiprocessing
 import os
+import resource
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -317,6 +322,73 @@ def test_leftovers_of_a_killed_job_are_removed(tmp_path):
     (left / "tokens.bin").write_bytes(b"x" * 100)
     assert build_store(TextCorpus(MIXED), "bytes", tmp_path, progress=False) == path
     assert not left.exists()
+
+
+def build_slowly(folder: Path, delay_s: float, answers) -> None:
+    def tokenize_items(*args):
+        for result in store_items.tokenize_items(*args):
+            time.sleep(delay_s)
+            yield result
+
+    store_build.tokenize_items = tokenize_items
+    corpus = TextCorpus(TEXTS, texts_per_item=3)
+    answers.put(str(build_store(corpus, "bytes", folder, progress=False)))
+
+
+def test_kills_at_any_time_leave_a_whole_store_or_none(tmp_path):
+    context = multiprocessing.get_context("fork")
+    reference = store_of(tmp_path / "reference", TEXTS, texts_per_item=3)
+    for i in range(6):
+        child = context.Process(target=build_slowly, args=(tmp_path / "data", 0.01, context.SimpleQueue()))
+        child.start()
+        time.sleep(0.02 + 0.05 * i)
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        path = store_path(tmp_path / "data", TextCorpus(TEXTS, texts_per_item=3), "bytes")
+        with contextlib.suppress(FileNotFoundError):
+            TokenStore(path).verify()
+    store = store_of(tmp_path / "data", TEXTS, texts_per_item=3)
+    assert store.path == path
+    assert store.fingerprint == reference.fingerprint
+    assert [p.name for p in path.iterdir() if p.is_dir()] == [part_name(1, 1)]
+
+
+def test_jobs_that_meet_at_the_same_part_write_it_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    children = [context.Process(target=build_slowly, args=(tmp_path, 0.005, answers)) for _ in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0, 0, 0]
+    assert len({answers.get() for _ in children}) == 1
+    assert TokenStore(next(p for p in tmp_path.iterdir() if p.is_dir())).num_documents == len(PLAIN)
+
+
+def peak_bytes(corpus_path: str, folder: Path, answers) -> None:
+    build_store(open_corpus(corpus_path), "bytes", folder, progress=False)
+    answers.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr("lit_gpt_loop.corpus._ITEM_BYTES", 2**20)
+    context = multiprocessing.get_context("fork")
+    peaks = []
+    for megabytes in (4, 64):
+        path = tmp_path / f"{megabytes}{suffix}"
+        line = json.dumps({"text": "some words " * 90}) + "\n"
+        with gzip.open(path, "wt", compresslevel=1) if suffix.endswith("gz") else path.open("w") as f:
+            for _ in range(megabytes * 2**20 // len(line)):
+                f.write(line)
+        answers = context.SimpleQueue()
+        child = context.Process(target=peak_bytes, args=(str(path), tmp_path / str(megabytes), answers))
+        child.start()
+        peaks.append(answers.get())
+        child.join()
+    assert peaks[1] - peaks[0] < 16 * 2**20
 
 
 # ---- encoding
