@@ -703,7 +703,8 @@ class LoopAudit(pl.Callback):
             self._check_replicas(trainer)
         if self._short is not None:
             self._check_window_weights(trainer)
-        if self._is_audited or trainer.world_size == 1:
+        is_near = trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu"
+        if self._is_audited or is_near:  # elsewhere it costs a wait for the device or the other ranks
             self._check_samples(trainer)
         self._step, self._micro, self._steps, self._is_applied = trainer.global_step, 0, 0, False
         self._losses, self._root_grads, self._short = [], [], None
@@ -723,7 +724,8 @@ class LoopAudit(pl.Callback):
         """Return the squared norm of each gradient, of this rank's part if parameters are sharded."""
         grads = [p.grad for _, p in self._params]
         there = [_local(g) for g in grads if g is not None and _local(g).numel()]
-        norms = iter(torch._foreach_norm(there) if there else [])
+        is_low = any(g.dtype in (torch.float16, torch.bfloat16) for g in there)
+        norms = iter(torch._foreach_norm(there, 2, torch.float32 if is_low else None) if there else [])
         squares = [next(norms).double() ** 2 if g is not None and _local(g).numel() else None for g in grads]
         zero = torch.zeros((), dtype=torch.float64, device=there[0].device if there else "cpu")
         return torch.stack(

@@ -488,6 +488,31 @@ def test_validation_loader_that_seeds_from_the_global_generator(tmp_path):
     assert names(audit(tmp_path, Tiny(), val=val_loader(), val_check_interval=4)) == set()
 
 
+def test_sanity_check_is_an_evaluation(tmp_path):
+    class Fault(Tiny):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.count += 1
+
+        def on_validation_model_train(self) -> None:
+            pass
+
+    found = audit(tmp_path, Fault(), val=val_loader(), num_sanity_val_steps=1, limit_train_batches=1)
+    assert [(v.check, v.update) for v in found.violations][:2] == [
+        ("evaluation_changes_nothing", 0),
+        ("module_modes", 0),
+    ]
+    clean = audit(tmp_path, Tiny(), val=val_loader(), num_sanity_val_steps=1)
+    assert clean.violations == []
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_sixteen_bits_with_clipping(tmp_path, precision):
+    assert (
+        names(audit(tmp_path, Tiny(), precision=precision, gradient_clip_val=0.1, accumulate_grad_batches=2))
+        == set()
+    )
+
+
 def test_modes_after_validation(tmp_path):
     class Frozen(Tiny):
         def on_train_start(self) -> None:
