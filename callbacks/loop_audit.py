@@ -468,6 +468,7 @@ class LoopAudit(pl.Callback):
         """Judge the last update."""
         self._settle(trainer)
         self._share(trainer)
+        self._log(trainer)
         self._stop()
 
     def on_exception(
@@ -712,11 +713,15 @@ class LoopAudit(pl.Callback):
         self._tokens, self._is_open = 0, True
         if self._is_audited:
             self._share(trainer)
-            if self.on_violation != "raise":
-                metrics = {"audit/violations": float(self.num_violations)}
-                for logger in trainer.loggers:
-                    logger.log_metrics(metrics, step=trainer.global_step)
-                trainer.callback_metrics.update({k: torch.as_tensor(v) for k, v in metrics.items()})
+            self._log(trainer)
+
+    def _log(self, trainer: pl.Trainer) -> None:
+        if self.on_violation == "raise":
+            return
+        metrics = {"audit/violations": float(self.num_violations)}
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)
+        trainer.callback_metrics.update({k: torch.as_tensor(v) for k, v in metrics.items()})
 
     # ---- checks at the end of a window ----
 
@@ -1057,7 +1062,7 @@ class LoopAudit(pl.Callback):
                     break
                 torch.empty((), dtype=torch.int64).random_(generator=generator)
                 if torch.equal(generator.get_state(), now):
-                    found = "the validation loader drew its seed from torch's global generator: give it generator=torch.Generator()"
+                    found = "the validation loader drew its seed from torch's global generator, so later dropout masks and shuffles depend on it: give it generator=torch.Generator()"
                     self._found(
                         "evaluation_changes_nothing", "RNG as without the evaluation", found, self._step
                     )
