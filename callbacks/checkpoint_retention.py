@@ -235,11 +235,15 @@ def _fsync_folder(path: Path) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Replace a JSON file atomically."""
     temporary = path.with_name(f".tmp-{path.name}.{os.getpid()}")
-    with open(temporary, "w") as f:
-        json.dump(content, f, indent=1)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w") as f:
+            json.dump(content, f, indent=1)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     _fsync_folder(path.parent)
 
 
@@ -700,8 +704,13 @@ class CheckpointRetention(Checkpoint):
         if self.copy_to and trainer.is_global_zero:
             self._uploader = _Uploader(self.copy_to, self.policy)
         self._take_signals(trainer)
-        if trainer.is_global_zero and self._dir.is_dir():
-            _clean(self._dir)
+        problem = _prepare(self._dir) if trainer.is_global_zero else None
+        problem = self._broadcast(problem)
+        if problem:
+            self._give_signals_back(trainer)
+            raise CheckpointSaveError(
+                f"Nothing can be saved under {self._dir}: {problem}. Name another dirpath."
+            )
 
     def _take_signals(self, trainer: pl.Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -1035,7 +1044,11 @@ class CheckpointRetention(Checkpoint):
         folder = Path(self._broadcast(str(temporary)))
         if trainer.is_global_zero:
             shutil.rmtree(folder, ignore_errors=True)
-        job = self._job = self._capture(trainer, folder, self._describe(trainer, metric))
+        manifest: dict[str, Any] = {}
+        job = self._job = self._capture(trainer, folder, manifest)
+        manifest.update(
+            self._describe(trainer, metric)
+        )  # now: the module may count this update when it is saved
         self._last_saved, self._last_save_time = step, time.monotonic()
         work = self._write_and_commit if self._world_size == 1 else self._write
         if self.async_save and self._pool is not None:
@@ -1216,7 +1229,11 @@ class CheckpointRetention(Checkpoint):
         return [s for s in list_saved(self._dir, self.policy.monitor) if s.run == self._run]
 
     def _write_index(self, roles: dict[str, list[Saved]]) -> None:
-        write_json(self._dir / "index.json", {role: [s.step for s in kept] for role, kept in roles.items()})
+        content = {role: [s.step for s in kept] for role, kept in roles.items()}
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads((self._dir / "index.json").read_bytes()) == content:
+                return
+        write_json(self._dir / "index.json", content)
 
     def _tail(self, name: str) -> None:
         """What follows a commit, in the background: read back, then prune, then copy."""
@@ -1262,11 +1279,14 @@ class CheckpointRetention(Checkpoint):
                 job.blocked_s += time.perf_counter() - entered
             if outcome["error"] is None and trainer is not None:
                 self._log(trainer, job, outcome)
-        tail_error = None
+        tail_error: Any = None
         if blocked_since is None:  # right after its own save the tail has only just begun
             done = [t for t in self._tails if wait or t.done()]
             self._tails = [t for t in self._tails if t not in done]
-            tail_error = next((str(e) for t in done if (e := t.exception()) is not None), None)
+            tail_error = next((e for t in done if (e := t.exception()) is not None), None)
+            if tail_error is not None and not isinstance(tail_error, CheckpointSaveError):
+                tail_error = f"Pruning {self._dir} failed ({tail_error}); its checkpoints are whole."
+            tail_error = None if tail_error is None else str(tail_error)
             if wait:
                 tail_error = self._broadcast(tail_error)
         if outcome["error"] is not None and job is not None:
@@ -1423,6 +1443,19 @@ def remove(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.rename(folder, trash)
     shutil.rmtree(trash, ignore_errors=True)
+
+
+def _prepare(directory: Path) -> str | None:
+    """Make the folder, see that it can be written, clean it; returns what is wrong, hours before the first save."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".tmp-index.json.{os.getpid()}"
+        probe.write_bytes(b"x")
+        probe.unlink()
+        _clean(directory)
+    except OSError as e:
+        return str(e)
+    return None
 
 
 def _clean(directory: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import time
 
@@ -123,9 +124,9 @@ def test_properties_of_the_policy(metrics, keep_best, keep_latest, archive, min_
         assert nothing == []
         assert {k: steps_of(v) for k, v in again.items()} == {k: steps_of(v) for k, v in roles.items()}
         # What a reader of the whole curve would call best, update by update:
-        if metric is not None and metric == metric and abs(metric) != INF and keep_best == 1:
-            if not thresholds or thresholds[-1][1] - metric > min_delta:
-                thresholds.append((step, metric))
+        is_number = metric is not None and metric == metric and abs(metric) != INF
+        if is_number and (not thresholds or thresholds[-1][1] - metric > min_delta):
+            thresholds.append((step, metric))
         if keep_best == 1:
             assert steps_of(again["best"]) == [s for s, _ in thresholds[-1:]]
     archived = {s for s in range(1, len(metrics) + 1) if policy.archives(s)}
@@ -197,10 +198,10 @@ def test_c37_a_truncated_newest_falls_back_and_names_the_file(tmp_path):
         with pytest.warns(UserWarning, match=rf"Step 20 is damaged and passed over: {newest} has \d+ bytes"):
             assert loaded_step(CheckpointRetention.resolve(tmp_path, "latest", verify=verify)) == 10
     shutil.rmtree(tmp_path / "step-00000010")
-    with pytest.warns(UserWarning), pytest.raises(DamagedCheckpointError, match=str(newest)):
+    with pytest.warns(match="Step 20"), pytest.raises(DamagedCheckpointError, match=re.escape(str(newest))):
         CheckpointRetention.resolve(tmp_path, "auto")  # never a silent fresh start
     (newest.parent / "manifest.json").unlink()
-    with pytest.raises(DamagedCheckpointError, match="no manifest.json"):
+    with pytest.raises(DamagedCheckpointError, match=r"no manifest\.json"):
         CheckpointRetention.resolve(tmp_path, "auto")
 
 
@@ -247,7 +248,7 @@ def test_a_damaged_best_falls_back_to_the_next_best_and_a_named_one_does_not(tmp
     (tmp_path / "step-00000020" / "state.ckpt").write_bytes(b"")
     with pytest.warns(UserWarning, match="Step 20 is damaged"):
         assert loaded_step(CheckpointRetention.resolve(tmp_path, "best")) == 30
-    with pytest.warns(UserWarning), pytest.raises(DamagedCheckpointError):
+    with pytest.warns(match="Step 20"), pytest.raises(DamagedCheckpointError):
         CheckpointRetention.resolve(tmp_path, "archive:20")
     with pytest.raises(DamagedCheckpointError):
         CheckpointRetention.resolve(tmp_path, "step-00000020")

@@ -286,9 +286,7 @@ def test_c16_weights_that_are_not_finite_are_never_saved(tmp_path):
     assert all(w.isfinite().all() for w in weights.values())
 
 
-def test_an_error_saves_the_last_whole_update_and_it_continues_bit_for_bit(tmp_path):
-    whole, whole_trainer, _ = fit(tmp_path / "w", 6, accumulate=2, batches=20)
-
+def test_an_error_saves_the_last_whole_update(tmp_path):
     def fail(module, i):
         if i == 7:  # second micro-batch of update 4
             raise RuntimeError("boom")
@@ -300,15 +298,10 @@ def test_an_error_saves_the_last_whole_update_and_it_continues_bit_for_bit(tmp_p
         tmp_path / "c", 6, accumulate=2, batches=20, ckpt_path=resolve(tmp_path / "c", "latest")
     )
     assert module.batches[0] == (3, 6)
-    # The loader has no such promise: it was asked for two batches more than were trained.
-    assert trainer.global_step == whole_trainer.global_step == 6
+    assert trainer.global_step == 6  # (the toy's loader has handed two batches out that were not trained)
 
 
 def test_an_error_inside_the_optimizer_saves_nothing(tmp_path):
-    class Fail(pl.Callback):
-        def on_before_zero_grad(self, trainer, module, optimizer):
-            pass
-
     def fit_it():
         def fail(*args, **kwargs):
             raise RuntimeError("half way")
@@ -545,5 +538,5 @@ def test_lightnings_async_plugin_is_refused(tmp_path):
 
 
 def test_trainer_test_finds_the_best(tmp_path):
-    module, trainer, callback = fit(tmp_path, 3, validate=1, val_losses={1: 2.0, 2: 1.0, 3: 3.0}, stock=True)
+    _, _, callback = fit(tmp_path, 3, validate=1, val_losses={1: 2.0, 2: 1.0, 3: 3.0}, stock=True)
     assert callback.best_model_path == str(resolve(tmp_path, "best"))

@@ -185,7 +185,7 @@ def judged(folder, key_on_both):
 
 @pytest.mark.case("C08")
 def test_c08_ranks_agree_on_best_or_say_why_not(ranks2, tmp_path):
-    (error, best), (error_1, best_1) = ranks2.run(judged, tmp_path / "a", True, timeout_s=60)
+    (error, best), (error_1, _) = ranks2.run(judged, tmp_path / "a", True, timeout_s=60)
     assert error is None and error_1 is None and best
     assert read_manifest(resolve(tmp_path / "a", "best").parent)["metric"]["value"] == 1.0
     for error, _ in ranks2.run(judged, tmp_path / "b", False, timeout_s=60):
