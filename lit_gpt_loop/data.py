@@ -201,9 +201,8 @@ class TextDataModule(pl.LightningDataModule):
         word = self._tokenizer_word
         if self._given_store is None or not word:
             return store
-        if (
-            word == "char" or bpe_vocab_size(word) is not None
-        ):  # made from whatever corpus the store was made from
+        made_from_corpus = word == "char" or bpe_vocab_size(word) is not None
+        if made_from_corpus:  # whichever the store was made from
             if store.meta.tokenizer != word:
                 raise ValueError(
                     f"the token store {store.path} was written with the tokenizer {store.meta.tokenizer}, not with {word}: leave out "

@@ -127,9 +127,8 @@ class TrainLoader:
         return ENDLESS
 
     def __iter__(self) -> Iterator[Batch]:
-        start = (
-            self._position()
-        )  # a generator: runs when the first batch is asked for, not when the iterator is made
+        # In a generator: runs when the first batch is asked for, not when the iterator is made.
+        start = self._position()
 
         def batches() -> Iterator[Sequence[int]]:
             for k in range(ENDLESS):

@@ -118,9 +118,8 @@ def _publish_tokenizer(store: Path, word: str, corpus: Corpus, end_token: str | 
             tokenizer.save(beside)
             _sync(beside)
             try:
-                os.link(
-                    beside, final
-                )  # unlike a rename, this fails if another job was first: its tokenizer is everyone's
+                # Unlike a rename, this fails if another job was first: its tokenizer is everyone's.
+                os.link(beside, final)
             except FileExistsError:
                 pass
             except OSError:  # a file system without hard links
@@ -169,9 +168,8 @@ def build_store(
     try:
         store.mkdir(parents=True, exist_ok=True)
         with _lock(store / f".lock-{final.name}"):
-            for left in store.glob(
-                f".{final.name}.*"
-            ):  # of a job that was killed; the lock says that nobody writes it
+            # Left by a job that was killed; the lock says that nobody writes it.
+            for left in store.glob(f".{final.name}.*"):
                 shutil.rmtree(left, ignore_errors=True)
             if not final.exists():
                 _build_part(

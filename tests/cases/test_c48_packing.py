@@ -27,9 +27,8 @@ def test_c48_blocks_are_the_streams_prefix_and_the_rest_is_counted(tmp_path):
     stream = [*text.encode(), data.eot_id]
     inputs, targets = blocks(data)
     assert inputs.flatten().tolist() == stream[:24]
-    assert (
-        targets.flatten().tolist() == stream[1:25]
-    )  # shifted by one, across the edges too: every token but the first
+    # Shifted by one, across the edges too: every token but the first.
+    assert targets.flatten().tolist() == stream[1:25]
     assert data.num_train_tail_tokens == 1
     assert "1 at the end left out" in data.summary()
 

@@ -73,9 +73,8 @@ class Recorder(pl.LightningModule):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         if not self.estimate:
             return optimizer
-        steps = (
-            self.trainer.estimated_stepping_batches
-        )  # makes Lightning build the loaders before it restores anything
+        # Makes Lightning build the loaders before it restores anything.
+        steps = self.trainer.estimated_stepping_batches
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 - i / steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
