@@ -17,7 +17,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -59,13 +59,18 @@ class _Rows:
             else int(step or 0)
         )
         if any(k == kind and s != at for k, s in self._pending):
-            yield from self.flush()
+            # Not the row of another kind that this step is still filling: a save is logged before the update it follows.
+            yield from self._take(lambda k, s: k == kind or s < at)
         self._pending.setdefault((kind, at), {}).update(metrics)
 
     def flush(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """Yield the rows that are waiting."""
-        pending, self._pending = self._pending, {}
-        for (kind, step), row in pending.items():
+        yield from self._take(lambda kind, step: True)
+
+    def _take(self, is_done: Callable[[str, int], bool]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+        done = [key for key in self._pending if is_done(*key)]
+        for kind, step in done:
+            row = self._pending.pop((kind, step))
             self._progress.update({k: v for k, v in row.items() if k.startswith("progress/")})
             yield kind, step, {**self._progress, **row}
 
@@ -184,7 +189,9 @@ class RunWandbLogger(WandbLogger):
         super().__init__(
             save_dir=str(save_dir), offline=offline, project=project, id=self._stored_id(), **kwargs
         )
-        self._wandb_init.pop("anonymous", None)  # Lightning passes it on, wandb 0.31 warns that it has no effect
+        self._wandb_init.pop(
+            "anonymous", None
+        )  # Lightning passes it on, wandb 0.31 warns that it has no effect
         self._rows = _Rows()
         self._defined: set[str] = set()
 

@@ -111,3 +111,17 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
 )
 def test_kinds(metrics, kind):
     assert kind_of(metrics) == kind
+
+
+def test_a_save_logged_before_its_updates_last_part_does_not_split_the_row(tmp_path):
+    logger = JournalLogger(tmp_path)
+    logger.log_metrics({"train/loss": 2.0}, step=4)
+    logger.log_metrics({"ckpt/step": 4.0}, step=4)
+    logger.log_metrics({"optim/lr": 0.1, "progress/update": 4}, step=4)
+    logger.log_metrics({"train/loss": 1.0}, step=5)
+    logger.log_metrics({"ckpt/step": 5.0}, step=5)
+    logger.log_metrics({"optim/lr": 0.2, "progress/update": 5}, step=5)
+    logger.finalize("success")
+    rows = read_journal(tmp_path, "update")
+    assert [(r["step"], r["train/loss"], r["optim/lr"]) for r in rows] == [(4, 2.0, 0.1), (5, 1.0, 0.2)]
+    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 4
