@@ -241,6 +241,7 @@ class LitGPT(pl.LightningModule):
             self.updates += 1
             self.tokens += int(num_tokens)
         self._not_logged = metrics
+        trainer.callback_metrics.update({k: torch.as_tensor(v) for k, v in self.progress().items()})
 
     def progress(self) -> dict[str, Any]:
         """Return `progress/*`: updates and tokens of this run, samples and epoch of its data."""
