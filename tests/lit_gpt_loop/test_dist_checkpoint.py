@@ -76,7 +76,10 @@ class Lit(pl.LightningModule):
             others = [p for n, p in self.named_parameters() if n.endswith("bias") or "norm" in n]
             ids = {id(p) for p in others}
             decayed = [p for p in self.parameters() if id(p) not in ids]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+        groups = [
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": others, "weight_decay": 0.0, "lr": 3e-3},
+        ]
         if self.kind == "sgd":
             return torch.optim.SGD(groups, lr=1e-2)
         return torch.optim.AdamW(groups, lr=1e-2)
@@ -89,7 +92,9 @@ class Watch(pl.Callback):
         self.start, self.end, self.groups = None, None, None
 
     def take(self, trainer, module):
-        self.groups = [{k: v for k, v in g.items() if k != "params"} for g in trainer.optimizers[0].param_groups]
+        self.groups = [
+            {k: v for k, v in g.items() if k != "params"} for g in trainer.optimizers[0].param_groups
+        ]
 
         def whole(t):
             return (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().cpu().clone()
@@ -114,7 +119,9 @@ class Watch(pl.Callback):
 def run(layout, num_steps, save_to=None, load_from=None, **kwargs):
     """Fit on the same 8 rows per update and rank whatever the layout; returns what the tests compare."""
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(0, VOCABULARY, (8, 2, 7), generator=generator).repeat(8, 1, 1)  # every batch is the same
+    rows = torch.randint(0, VOCABULARY, (8, 2, 7), generator=generator).repeat(
+        8, 1, 1
+    )  # every batch is the same
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if layout != "one" else 1
     module, watch = Lit(**kwargs), Watch()
     data = DataLoader([(r[0], r[1]) for r in rows], batch_size=8)
@@ -206,16 +213,23 @@ def test_c40_what_ranks_trained_continues_elsewhere(ranks2, ranks4, tmp_path):
 @pytest.mark.case("C52")
 def test_c52_compiled_and_recomputing_models_exchange_checkpoints(ranks2, tmp_path):
     plain = run("one", 2, save_to=tmp_path / "plain")
-    changed = run("one", 2, load_from=tmp_path / "plain", compiled=True, recompute=True, save_to=tmp_path / "changed")
+    changed = run(
+        "one", 2, load_from=tmp_path / "plain", compiled=True, recompute=True, save_to=tmp_path / "changed"
+    )
     same(changed["start"], plain["end"], set(plain["end"]))
-    assert not any("_orig_mod" in k or "wrapped" in k for k in through_dcp(tmp_path / "changed", tmp_path / "x.pt"))
+    assert not any(
+        "_orig_mod" in k or "wrapped" in k for k in through_dcp(tmp_path / "changed", tmp_path / "x.pt")
+    )
     back = run("one", 2, load_from=tmp_path / "changed")
     same(back["start"], plain["end"], set(plain["end"]))
     jobs = [((layout, 2), {"load_from": tmp_path / "plain", "compiled": True, "recompute": True,
                            "save_to": tmp_path / f"c-{layout}"}) for layout in ("ddp", "fsdp2")]  # fmt: skip
     for layout, report in zip(("ddp", "fsdp2"), ranks2.run(run_many, jobs)[0], strict=True):
         same(report["start"], plain["end"], set(plain["end"]))
-        same(through_dcp(tmp_path / f"c-{layout}", tmp_path / "y.pt"), through_dcp(tmp_path / "plain", tmp_path / "z.pt"))
+        same(
+            through_dcp(tmp_path / f"c-{layout}", tmp_path / "y.pt"),
+            through_dcp(tmp_path / "plain", tmp_path / "z.pt"),
+        )
 
 
 def test_plain_lightning_ckpt_both_ways(ranks2, tmp_path):
@@ -243,7 +257,9 @@ def test_plain_lightning_ckpt_both_ways(ranks2, tmp_path):
         accelerator="cpu", devices=1, max_steps=2, callbacks=[watch_back], logger=False, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False, strategy=pl.strategies.SingleDeviceStrategy("cpu"),
     )  # fmt: skip
-    trainer.fit(module, DataLoader([(r[0], r[1]) for r in rows], batch_size=8), ckpt_path=tmp_path / "back.ckpt")
+    trainer.fit(
+        module, DataLoader([(r[0], r[1]) for r in rows], batch_size=8), ckpt_path=tmp_path / "back.ckpt"
+    )
     assert trainer.global_step == 2
     same(watch_back.take(trainer, module), watch.end, set(watch.end))
     weights = read_weights(tmp_path / "s-fsdp")
@@ -252,8 +268,13 @@ def test_plain_lightning_ckpt_both_ways(ranks2, tmp_path):
 
 
 def test_optimizer_without_state_and_one_that_never_stepped(ranks2, tmp_path):
-    jobs = [((layout, 2), {"optimizer": "sgd", "save_to": tmp_path / f"sgd-{layout}"}) for layout in ("ddp", "fsdp", "fsdp2")]
-    jobs += [((layout, 2), {"optimizer": "sgd", "load_from": tmp_path / "sgd-ddp"}) for layout in ("fsdp", "fsdp2")]
+    jobs = [
+        ((layout, 2), {"optimizer": "sgd", "save_to": tmp_path / f"sgd-{layout}"})
+        for layout in ("ddp", "fsdp", "fsdp2")
+    ]
+    jobs += [
+        ((layout, 2), {"optimizer": "sgd", "load_from": tmp_path / "sgd-ddp"}) for layout in ("fsdp", "fsdp2")
+    ]
     reports = ranks2.run(run_many, jobs)[0]
     same(reports[3]["start"], reports[0]["end"])
     same(reports[4]["start"], reports[0]["end"])
@@ -295,7 +316,10 @@ def test_hostile_pickles_are_refused_and_not_run(tmp_path):
     metadata.write_bytes(pickle.dumps(Payload(evil)))
     with pytest.raises(UnsafeCheckpointError, match=r"\.metadata is refused: .*posix.system|nt.system"):
         SafeReader(tmp_path / "ours").read_metadata()
-    for name in ("torch.distributed.checkpoint.metadata\nos.system", "torch.distributed.checkpoint.filesystem\nos"):
+    for name in (
+        "torch.distributed.checkpoint.metadata\nos.system",
+        "torch.distributed.checkpoint.filesystem\nos",
+    ):
         metadata.write_bytes(b"c" + name.encode() + b"\n.")
         with pytest.raises(UnsafeCheckpointError):
             SafeReader(tmp_path / "ours").read_metadata()
