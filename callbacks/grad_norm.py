@@ -26,10 +26,11 @@ optimizer touches weights, moments or step counts, and the schedulers of this up
 `global_step` still counts it.) The first parameter that holds a non-finite value is named in a warning. The norm of such an
 update enters nothing. After `max_consecutive_skips` in a row the run stops with an error that names the samples; the
 weights are those before the first of them, and if the Trainer has a checkpoint callback they are saved beside its files as
-`healthy-step=N.ckpt` (a callback with `save_on_exit` set saves them itself).
+`healthy-step=N.ckpt` (CheckpointRetention, with `save_on_exit`, makes them its latest).
 
 Cost: one pass over the gradients, one over the weights where they are measured, a second over the gradients when clipping;
-one host synchronisation; one collective of a few scalars when parameters are sharded, none otherwise.
+one host synchronisation; one collective of a few scalars when parameters are sharded, none otherwise. (Longer than our
+other files, because a file that is copied alone cannot be split.)
 """
 
 import copy
@@ -151,7 +152,7 @@ class GradNormMonitor(pl.Callback):
         self._schedule: list[tuple[Any, dict[str, Any]]] | None = None  # to put back after a skipped update
         self._names: dict[int, str] = {}
         self._shards: Any = None
-        self._fault = ""
+        self._fault = self._error = ""
 
     # -- start of a fit
 
@@ -179,7 +180,7 @@ class GradNormMonitor(pl.Callback):
                 )
         self._names = {id(p): plain_name(n) for n, p in pl_module.named_parameters()}
         self._shards = _Shards(trainer, pl_module)
-        self._window, self._metrics, self._schedule, self._consecutive = [], None, None, 0
+        self._window, self._metrics, self._schedule, self._consecutive, self._error = [], None, None, 0, ""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts that continue after a restart."""
@@ -195,6 +196,7 @@ class GradNormMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Note the samples of this micro-batch."""
+        self._raise_if_stopped()  # Trainer(min_steps=...) goes on where should_stop is set
         has_ids = isinstance(batch, Mapping) and "sample_ids" in batch
         self._window.append(
             {"samples": batch["sample_ids"] if has_ids else f"batch_idx {batch_idx}", "loss": None}
@@ -351,12 +353,38 @@ class GradNormMonitor(pl.Callback):
                 shared.pop(stale)
         shared.update({k: torch.tensor(v, dtype=torch.float64) for k, v in metrics.items()})
         if self._consecutive >= self.max_consecutive_skips:
-            saved = _save_healthy(trainer)
-            raise RuntimeError(
-                f"{self._consecutive} updates in a row had a non-finite gradient (max_consecutive_skips). {self._fault} "
-                f"The weights are those of the last finite update. {saved}Look at these samples; a lower learning rate, "
-                "clip_norm= or precision='bf16-mixed' in place of fp16 are the usual remedies."
+            self._stop(trainer)
+
+    def _stop(self, trainer: pl.Trainer) -> None:
+        """End the run with an error, and the weights, which no faulty update touched, in a checkpoint."""
+        callbacks, saved = trainer.checkpoint_callbacks, ""
+        saves_itself = any(getattr(callback, "save_on_exit", False) for callback in callbacks)
+        if saves_itself:
+            saved = "They are in the latest checkpoint. "
+        elif callbacks:
+            folder = getattr(callbacks[0], "dirpath", None) or trainer.default_root_dir
+            path = os.path.join(str(folder), f"healthy-step={trainer.global_step}.ckpt")
+            trainer.save_checkpoint(path)
+            saved = f"They are saved in {path}. "
+        self._error = (
+            f"{self._consecutive} updates in a row had a non-finite gradient (max_consecutive_skips). {self._fault} "
+            f"The weights are those of the last finite update. {saved}Look at these samples; a lower learning rate, "
+            "clip_norm= or precision='bf16-mixed' in place of fp16 are the usual remedies."
+        )
+        if saves_itself:
+            trainer.should_stop = (
+                True  # such a callback saves when it sees this, after us; then _raise_if_stopped
             )
+        else:
+            self._raise_if_stopped()
+
+    def _raise_if_stopped(self) -> None:
+        if self._error:
+            raise RuntimeError(self._error)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Raise, once the checkpoint is saved, what stopped the run."""
+        self._raise_if_stopped()
 
 
 class _Shards:
@@ -426,16 +454,3 @@ def _local(tensor: Any) -> Tensor:
 
 def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return list({id(p): p for p in parameters}.values())
-
-
-def _save_healthy(trainer: pl.Trainer) -> str:
-    """Save the weights beside the checkpoints of the Trainer's checkpoint callback; return a sentence about it."""
-    callbacks = trainer.checkpoint_callbacks
-    if not callbacks:
-        return ""
-    if any(getattr(callback, "save_on_exit", False) for callback in callbacks):
-        return "They are saved on exit. "
-    folder = getattr(callbacks[0], "dirpath", None) or trainer.default_root_dir
-    path = os.path.join(str(folder), f"healthy-step={trainer.global_step}.ckpt")
-    trainer.save_checkpoint(path)
-    return f"They are saved in {path}. "

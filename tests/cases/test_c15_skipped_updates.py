@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from callbacks.checkpoint_retention import CheckpointRetention
 from callbacks.grad_norm import GradNormMonitor
 from tests.distributed.norm_jobs import VectorToy, files_in, halving, nan_at, resume, stop_after_nan
 from tests.distributed.toys import STRATEGIES, fit, precision_arguments
@@ -72,3 +73,14 @@ def test_c16_run_stops_on_all_ranks_and_keeps_healthy_weights(ranks2, tmp_path, 
         ranks2.run(resume, strategy, str(tmp_path / f))[0] for f in ("step=2.ckpt", "healthy-step=6.ckpt")
     )
     assert at_two == healthy == pytest.approx([-0.1 * (0.3 + 0.6), -0.1 * 0.8])
+
+
+@pytest.mark.case("C16")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_c16_checkpoint_retention_keeps_the_healthy_weights_as_its_latest(ranks2, tmp_path, strategy):
+    for message, update in ranks2.run(stop_after_nan, strategy, str(tmp_path), retention=True, timeout_s=60):
+        assert update == 6
+        assert "rank 1: [[601]]" in message and "They are in the latest checkpoint." in message
+    path = CheckpointRetention.resolve(str(tmp_path), "latest")
+    assert "step-00000006" in str(path)
+    assert ranks2.run(resume, strategy, str(path))[0] == pytest.approx([-0.1 * (0.3 + 0.6), -0.1 * 0.8])

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
+from callbacks.checkpoint_retention import CheckpointRetention
 from callbacks.grad_norm import GradNormMonitor
 from callbacks.token_weighted_loss import TokenWeightedLoss
 from tests.distributed.token_jobs import rank_and_world, split
@@ -194,10 +195,12 @@ def halving(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
 
-def stop_after_nan(strategy: str, folder: str) -> tuple[str, int]:
+def stop_after_nan(strategy: str, folder: str, retention: bool = False) -> tuple[str, int]:
     """Return the error that NaN from update 3 on ends in, on this rank, and the update at which it came."""
     module = VectorToy(sharded=strategy == "FSDP2", lr=0.1)
-    checkpoint = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    checkpoint: Any = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    if retention:
+        checkpoint = CheckpointRetention(folder, every_n_steps=100)
     try:
         fit(
             module,
