@@ -84,5 +84,7 @@ def test_builds_from_a_yaml_mapping_by_jsonargparse():
 
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--config", type=GPTConfig)
-    parsed = parser.parse_object({"config": {"n_layer": 3, "mlp": "swiglu", "n_kv_head": None, "norm_eps": 1e-6}})
+    parsed = parser.parse_object(
+        {"config": {"n_layer": 3, "mlp": "swiglu", "n_kv_head": None, "norm_eps": 1e-6}}
+    )
     assert parser.instantiate(parsed).config == GPTConfig(n_layer=3, mlp="swiglu", norm_eps=1e-6)
