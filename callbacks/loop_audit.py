@@ -32,8 +32,9 @@ a violation on one is told to all at the next audited update, so that all stop t
 
 Limits: what happens in manual optimization or with several optimizers is the module's own business: `gradients_empty`,
 `parameters_constant`, `one_step_per_window`, `schedule_per_update`, `window_weights` and `clipping_global` are then left out.
-Samples are told apart by `batch["sample_ids"]` where the data module gives them (unique over the run), else by a 64-bit hash of
-the batch's rows; rows that are truly equal in the data are looked up in the dataset before anybody is blamed. Memory: one bit per
+Samples are told apart by `batch["sample_ids"]` where the data module gives them (epoch * samples per epoch + block, so unique
+over the run; its attribute `samples_per_epoch` lets the audit see what an epoch left out), else by a 64-bit hash of the batch's
+rows; rows that are truly equal in the data are looked up in the dataset before anybody is blamed. Memory: one bit per
 id, or 8 bytes per hash up to 200,000 an epoch, kept in the checkpoint so that a resume that repeats data is seen.
 A clip value is known from Trainer(gradient_clip_val), a callback's attribute `clip_norm`, or `LoopAudit(clip_norm=)`.
 
@@ -864,6 +865,8 @@ class LoopAudit(pl.Callback):
             [torch.cat([v.cpu() for _, _, v, _ in samples])[:, None], torch.cat(places)], 1
         )  # (samples, 3)
         is_id = samples[0][3]
+        if is_id:
+            table = table[table[:, 0] >= 0]  # -1: a row that fills up the batch
         tables = [table]
         if trainer.world_size > 1:
             sizes = self._gather(trainer, torch.tensor([len(table), self._data_rank]))
@@ -881,7 +884,7 @@ class LoopAudit(pl.Callback):
         if "samples_once" in self.checks:
             for t in tables:
                 self._find_repeats(trainer, t.tolist(), is_id, repeats)
-            if is_id:
+            if is_id and len(table):
                 self._check_id_epoch(trainer, int(table[:, 0].min()), int(table[:, 0].max()))
 
     def _find_common(self, trainer: pl.Trainer, tables: list[Tensor], is_id: bool) -> set[int]:
@@ -953,7 +956,7 @@ class LoopAudit(pl.Callback):
 
     def _check_id_epoch(self, trainer: pl.Trainer, low: int, high: int) -> None:
         """Ids of an endless stream are epoch * num_samples + block: once all are of a later epoch, the earlier is complete."""
-        num_samples = getattr(trainer.datamodule, "num_samples", None)  # type: ignore[attr-defined]
+        num_samples = getattr(trainer.datamodule, "samples_per_epoch", None)  # type: ignore[attr-defined]
         if num_samples is None:
             return
         epoch = low // num_samples

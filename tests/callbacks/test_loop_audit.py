@@ -358,9 +358,9 @@ def test_drawing_with_replacement_is_no_fault(tmp_path):
 
 
 class IdModule(pl.LightningDataModule):
-    """An endless stream of blocks with ids, as `ids` says; `num_samples` blocks an epoch."""
+    """An endless stream of blocks with ids, as `ids` says."""
 
-    num_samples = 4
+    samples_per_epoch = 4
 
     def __init__(self, ids: list[int]) -> None:
         super().__init__()
@@ -386,6 +386,7 @@ class IdModule(pl.LightningDataModule):
     ("ids", "found"),
     [
         ([0, 1, 2, 3, 6, 5, 4, 7, 8], None),
+        ([0, -1, 1, 2, 3, -1, 4], None),
         ([0, 1, 2, 2, 4], "sample id 2 again"),
         ([0, 1, 3, 4, 5, 6, 7, 8], "3, 1 left out"),
         ([0, 1, 2, 3, 4, 5, 7, 8], "3, 1 left out"),
