@@ -518,6 +518,14 @@ def test_another_accumulation_is_held_to_the_tolerance(tmp_path, caplog):
     assert d["component"] == "loss" and "0.01 apart, 0.0001 is allowed" in d["detail"]
 
 
+def test_losses_under_dropout_are_not_compared_on_another_layout(tmp_path):
+    checkpoint = record(tmp_path, accumulate_grad_batches=2)
+    report = resume(checkpoint, tmp_path, data=Bigger())
+    assert report["verdict"] == "tolerance" and report["components"]["loss"] == "not compared"
+    assert report["components"]["samples"] == report["components"]["parameters at load"] == "holds"
+    assert "draw random numbers, which fall otherwise here" in report["why"]
+
+
 def test_precision_leaves_the_samples_only(recorded, tmp_path):
     report = resume(copy_of(recorded, tmp_path), tmp_path, precision="bf16-mixed")
     assert report["verdict"] == "samples"
