@@ -151,6 +151,16 @@ def test_full_micro_batches_are_left_alone_bitwise(ranks2, strategy):
     assert set(differences) == {0.0}
 
 
+def test_full_windows_cost_no_pass_over_the_gradients(monkeypatch):
+    passes, multiply = [], torch._foreach_mul_
+    monkeypatch.setattr(torch, "_foreach_mul_", lambda *a: (passes.append(a[1]), multiply(*a)))
+    inputs, targets = sequences(8)
+    fit(Toy(), [(inputs, targets.clamp(min=0))] * 4, callbacks=[TokenWeightedLoss()], accumulate=2)
+    assert passes == []
+    fit(Toy(), [(inputs, targets)] * 4, callbacks=[TokenWeightedLoss()], accumulate=2)
+    assert passes == [targets.numel() / (targets != -100).sum()] * 2
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_collective_per_update(ranks2, strategy):
     with_callback, without, updates = ranks2.run(count_collectives, strategy)[0]
@@ -234,6 +244,17 @@ def test_restart_gives_the_same_weights_bitwise():
     fit(resumed, batches[3:], callbacks=[after])
     for name, value in whole(whole_run, "data").items():
         assert torch.equal(value, whole(resumed, "data")[name]), name
+
+
+def test_count_of_skipped_updates_goes_on_after_a_restart():
+    inputs, targets = sequences(2)
+    empty = [(inputs, torch.full_like(targets, -100))]
+    first, second = TokenWeightedLoss(), TokenWeightedLoss()
+    fit(Toy(), empty * 2, callbacks=[first])
+    second.load_state_dict(first.state_dict())
+    _, _, record = fit(Toy(), empty, callbacks=[second])
+    assert record.metrics[0]["train/empty_updates"] == 3
+    assert "train/loss" not in record.metrics[0]
 
 
 # -- bad input
