@@ -92,12 +92,18 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock file, so that nodes on one file system do not write the same part side by side."""
+def _lock(path: Path) -> Iterator[bool]:
+    """Hold a lock file, so that nodes on one file system do not write the same part side by side.
+
+    Gives whether it is held: there are file systems without locks, where the rename at the end decides who was first.
+    """
     with path.open("a") as f:
-        with contextlib.suppress(OSError):  # a file system without locks: the rename at the end still decides
+        try:
             fcntl.flock(f, fcntl.LOCK_EX)
-        yield
+        except OSError:
+            yield False
+        else:
+            yield True
 
 
 def _no_space(store: Path, needed: str) -> RuntimeError:
@@ -167,9 +173,9 @@ def build_store(
     created = [p for p in (store, *store.parents) if not p.exists()]
     try:
         store.mkdir(parents=True, exist_ok=True)
-        with _lock(store / f".lock-{final.name}"):
+        with _lock(store / f".lock-{final.name}") as is_held:
             # Left by a job that was killed; the lock says that nobody writes it.
-            for left in store.glob(f".{final.name}.*"):
+            for left in store.glob(f".{final.name}.*") if is_held else ():
                 shutil.rmtree(left, ignore_errors=True)
             if not final.exists():
                 _build_part(

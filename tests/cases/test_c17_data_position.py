@@ -83,6 +83,7 @@ def test_c19_a_schedule_that_asks_for_the_step_count_does_not_freeze_the_positio
 
 
 @pytest.mark.case("C21")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("num_workers", [0, 4])
 def test_c21_what_two_workers_prefetched_does_not_count_and_their_number_may_change(tmp_path, num_workers):
     data = blocks_of(tmp_path, 50, num_workers=2)  # torch prefetches 2 batches for each worker

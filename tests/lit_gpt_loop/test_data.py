@@ -254,6 +254,7 @@ def test_two_fits_of_one_trainer_may_set_it_twice(tmp_path):
     assert trainer.accumulate_grad_batches == 4
 
 
+@pytest.mark.filterwarnings("ignore:.*max_epochs. was not set")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

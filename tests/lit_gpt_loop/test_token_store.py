@@ -92,6 +92,10 @@ def test_parts_read_as_the_store_of_one_job(tmp_path):
                     match=rf"has {i + 1} of {num_parts} parts, missing: .*--part I/{num_parts}",
                 ):
                     TokenStore(path)
+        assert (
+            build_store(corpus, "bpe:300", folder, progress=False) == path
+        )  # they are taken for the store of one job
+        assert not (path / part_name(1, 1)).exists()
         store = TokenStore(path)
         assert store.fingerprint == reference.fingerprint
         assert store.num_tokens == reference.num_tokens
@@ -364,6 +368,24 @@ def test_jobs_that_meet_at_the_same_part_write_it_once(tmp_path):
     assert [child.exitcode for child in children] == [0, 0, 0]
     assert len({answers.get() for _ in children}) == 1
     assert TokenStore(next(p for p in tmp_path.iterdir() if p.is_dir())).num_documents == len(PLAIN)
+
+
+def test_without_locks_rival_jobs_still_end_with_one_store(tmp_path, monkeypatch):
+    def no_locks(*args):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(store_build.fcntl, "flock", no_locks)
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    children = [context.Process(target=build_slowly, args=(tmp_path, 0.005, answers)) for _ in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0, 0, 0]
+    store = TokenStore(next(p for p in tmp_path.iterdir() if p.is_dir()))
+    assert store.num_documents == len(PLAIN)
+    assert [p.name for p in store.path.iterdir() if p.is_dir()] == [part_name(1, 1)]
 
 
 def peak_bytes(corpus_path: str, folder: Path, answers) -> None:
