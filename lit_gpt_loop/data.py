@@ -46,6 +46,7 @@ class TextDataModule(pl.LightningDataModule):
 
     Args:
         corpus: factbook, kjv, sympy, installed; a path, glob or folder, or a list of them; hf:NAME for `datasets.load_dataset`.
+            In code, a `Corpus` object will do as well (it is no type of the command line).
         corpus_options: keyword arguments of `load_dataset`, for hf:NAME.
         text_field: key or column that holds the text in JSONL, Parquet and hf:NAME.
         document_separator: text between two documents of a text file; by default a file is one document.

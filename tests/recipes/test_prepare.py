@@ -60,6 +60,18 @@ def test_reads_the_data_section_of_a_runs_config_and_nothing_else(tmp_path, corp
     assert TokenStore(other).vocab_size == 290
 
 
+def test_a_list_of_files_keeps_its_order(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"text {name} " * 30)
+    config = tmp_path / "run.yaml"
+    files = f"[{tmp_path / 'b.txt'}, {tmp_path / 'a.txt'}]"
+    config.write_text(
+        f"data:\n  corpus: {files}\n  tokenizer: bytes\n  context_length: 8\n  data_dir: {tmp_path / 'd'}\n"
+    )
+    store = TokenStore(prepare.main(["--config", str(config)]))
+    assert store.tokens(0, 6).tobytes().decode("utf-16-le") == "text b"
+
+
 def test_the_repositorys_configs_are_read():
     configs = sorted(Path("configs").glob("*.yaml"))
     assert configs
