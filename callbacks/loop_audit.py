@@ -43,6 +43,7 @@ The file is longer than others because it must be copied alone.
 
 import hashlib
 import random
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -262,7 +263,10 @@ class Seen:
 
 def is_norm_or_bias(module: nn.Module, parameter_name: str) -> bool:
     """Whether a parameter that `module` holds under this name is a bias or belongs to a normalisation."""
-    return parameter_name.endswith("bias") or "norm" in type(module).__name__.lower()
+    is_norm = (
+        re.search(r"Norm([A-Z0-9]|$)|norm$", type(module).__name__) is not None
+    )  # but not NormalizedLinear
+    return is_norm or "bias" in parameter_name.split("_")
 
 
 def judge_clipping(

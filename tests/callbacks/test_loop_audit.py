@@ -574,6 +574,32 @@ def test_weight_decay_on_norms_and_biases(tmp_path):
     )
 
 
+class RMSNorm(nn.Module):
+    pass
+
+
+class NormalizedLinear(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "verdict"),
+    [
+        (nn.Linear(1, 1), "weight", False),
+        (nn.Linear(1, 1), "bias", True),
+        (nn.MultiheadAttention(1, 1), "in_proj_bias", True),
+        (nn.LSTM(1, 1), "bias_ih_l0", True),
+        (nn.LSTM(1, 1), "weight_ih_l0", False),
+        (nn.BatchNorm1d(1), "weight", True),
+        (RMSNorm(), "scale", True),
+        (NormalizedLinear(1, 1), "weight", False),
+        (nn.Embedding(1, 1), "weight", False),
+    ],
+)
+def test_norms_and_biases_are_told_by_class_and_name(module, name, verdict):
+    assert loop_audit.is_norm_or_bias(module, name) == verdict
+
+
 # ---- how it reports ----
 
 

@@ -230,15 +230,32 @@ def test_time_of_other_callbacks_is_end_to_end_time_not_data_wait(tmp_path, cloc
     assert last["perf/tokens_per_s"] == 100.0
 
 
-def test_starting_the_workers_of_a_later_epoch_is_data_wait(tmp_path, clock):
-    class SlowStart(DataLoader):
-        def __iter__(self):
-            clock.now += 5.0
-            return super().__iter__()
+class SlowStart(DataLoader):
+    """A loader whose iterator takes 5 s to start, as workers do."""
 
+    def __init__(self, clock: Clock, sizes: list[int]) -> None:
+        super().__init__(Batches(sizes), batch_size=None)
+        self._clock = clock
+
+    def __iter__(self):
+        self._clock.now += 5.0
+        return super().__iter__()
+
+
+def test_starting_the_workers_of_an_evaluation_is_evaluation(tmp_path, clock):
+    points = Points()
+    trainer = trainer_for(
+        tmp_path, [MFUMonitor(peak_flops=1e11), points], val_check_interval=1, num_sanity_val_steps=0
+    )
+    trainer.fit(TinyLM(clock, [0.5], eval_s=3.0), loader([100] * 2), SlowStart(clock, [100]))
+    assert points.points[-1]["perf/eval_s"] == 8.0
+    assert points.points[-1]["perf/tokens_per_s"] == 200.0
+
+
+def test_starting_the_workers_of_a_later_epoch_is_data_wait(tmp_path, clock):
     points = Points()
     trainer = trainer_for(tmp_path, [MFUMonitor(peak_flops=1e11, window=1), points], max_epochs=2)
-    trainer.fit(TinyLM(clock, [0.5]), SlowStart(Batches([100, 100]), batch_size=None))
+    trainer.fit(TinyLM(clock, [0.5]), SlowStart(clock, [100, 100]))
     assert [p["perf/data_wait_s"] for p in points.points] == [0.0, 0.0, 5.0, 0.0]
     assert points.points[0]["perf/goodput_startup"] == pytest.approx(5.0 / 5.5)
 
