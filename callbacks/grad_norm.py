@@ -36,7 +36,7 @@ other files, because a file that is copied alone cannot be split.)
 import copy
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -214,10 +214,10 @@ class GradNormMonitor(pl.Callback):
     ) -> None:
         """Measure, then clip or skip."""
         update = trainer.global_step + 1
-        parameters = _unique(p for group in optimizer.param_groups for p in group["params"])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         weights: list[nn.Parameter] = []
         if update <= 10 or update % self.weight_norm_every_n_steps == 0:
-            weights = _unique(pl_module.parameters())
+            weights = list(pl_module.parameters())
         with_grad = [p for p in parameters if p.grad is not None]
         groups = {"": with_grad}
         if self.per_layer:
@@ -392,7 +392,7 @@ class _Shards:
 
     def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._num_ranks = trainer.world_size
-        parameters = _unique(pl_module.parameters())
+        parameters = list(pl_module.parameters())
         # FSDP1 marks parameters that it flattened and sharded by this attribute, and by nothing public.
         flattened = {id(p) for p in parameters if hasattr(p, "_fsdp_flattened")}
         self._is_sharded = bool(flattened) or any(hasattr(p, "placements") for p in parameters)
@@ -450,7 +450,3 @@ def _fsdp_shards(root: FullyShardedDataParallel) -> int:
 
 def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # this rank's shard of a DTensor
-
-
-def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return list({id(p): p for p in parameters}.values())

@@ -12,13 +12,21 @@ import callbacks.grad_norm as file
 from callbacks.grad_norm import (
     Counts,
     GradNormMonitor,
+    _part_of_dtensor,
     clip_coefficient,
     layer_of,
     plain_name,
     sum_of_squares,
 )
 from callbacks.token_weighted_loss import TokenWeightedLoss
-from tests.distributed.norm_jobs import VectorToy, count_reductions, halving, norm_of_everything, vectors_fit
+from tests.distributed.norm_jobs import (
+    VectorToy,
+    count_reductions,
+    halving,
+    norm_of_copies,
+    norm_of_everything,
+    vectors_fit,
+)
 from tests.distributed.toys import STRATEGIES, Toy, fit, precision_arguments, sequences
 
 ROW = torch.tensor([[3.0, 4.0]])
@@ -104,6 +112,30 @@ def test_norm_of_everything_on_four_ranks(ranks4, strategy):
         assert got["answers"][0]["norm"] == pytest.approx(got["norm"], rel=1e-6)
         assert got["answers"][1]["weights"] == pytest.approx(got["weights"], rel=1e-6)
         assert got["answers"][1]["applied"] < 1e-6
+
+
+@pytest.mark.parametrize(("strategy", "weights"), [("FSDP", 5.0), ("FSDP2", math.hypot(5.0, 10.0))])
+def test_values_that_every_rank_holds_count_once(ranks2, strategy, weights):
+    for got in ranks2.run(norm_of_copies, strategy):
+        assert got["norm"] == pytest.approx(5.0, rel=1e-6)
+        assert got["weights"] == pytest.approx(weights, rel=1e-6)
+
+
+def test_part_of_a_parameter_that_a_mesh_replicates():
+    class Placement(str):
+        def is_replicate(self):
+            return self == "replicate"
+
+    class Mesh:
+        def size(self, dimension):
+            return (2, 4)[dimension]
+
+    class Parameter:
+        device_mesh = Mesh()
+        placements = (Placement("replicate"), Placement("shard"))
+
+    assert _part_of_dtensor(Parameter(), 8) == 0.5
+    assert _part_of_dtensor(torch.ones(1), 8) == 0.125
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 2e-2), ("16-mixed", 2e-3)])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from callbacks.checkpoint_retention import CheckpointRetention
 from callbacks.grad_norm import GradNormMonitor
 from callbacks.token_weighted_loss import TokenWeightedLoss
+from lit_gpt_loop import strategies
 from tests.distributed.token_jobs import rank_and_world, split
 from tests.distributed.toys import Net, Toy, distance, fit, full_batch, precision_arguments, sequences, whole
 
@@ -129,9 +130,25 @@ def norm_of_everything(strategy: str | None, precision: str = "32-true") -> dict
 def unused_parameters(strategy: str | None) -> dict[str, Any]:
     if strategy != "DDP":
         return {}
-    from lit_gpt_loop.strategies import DDP
+    return {"strategy_object": strategies.DDP(find_unused_parameters=True)}
 
-    return {"strategy_object": DDP(find_unused_parameters=True)}
+
+def norm_of_copies(strategy: str) -> dict[str, Any]:
+    """Return norms where some values are on every rank: FSDP1 that shards nothing, a parameter that FSDP2 was not given."""
+    module = VectorToy(sharded=strategy == "FSDP2")
+    arguments: dict[str, Any] = {}
+    if strategy == "FSDP":
+        arguments["strategy_object"] = strategies.FSDP(sharding_strategy="NO_SHARD")
+    else:
+        module.outside = nn.Parameter(torch.full((4,), 5.0), requires_grad=False)
+    _, _, record = fit(
+        module,
+        [torch.tensor([[3.0, 4.0]])] * 2,
+        strategy=strategy,
+        callbacks=[GradNormMonitor()],
+        **arguments,
+    )
+    return {"norm": record.metrics[1]["optim/grad_norm"], "weights": record.metrics[1]["optim/weight_norm"]}
 
 
 def count_reductions(strategy: str) -> tuple[int, int]:
