@@ -292,8 +292,11 @@ def fsdp1_shards(module: torch.nn.Module) -> dict[int, Shard]:
     return shards
 
 
-def _local_part(tensor: Tensor, shard: Shard | None) -> tuple[Tensor, Shard | None]:
-    # FSDP2 and tensor parallelism: DTensor. All other tensors are whole, or `shard` says what they are.
+def local_part(tensor: Tensor, shard: Shard | None) -> tuple[Tensor, Shard | None]:
+    """Return what this rank holds of a tensor as one contiguous part, and where it lies; None if it holds all of it.
+
+    FSDP2 and tensor parallelism: DTensor. All other tensors are whole, or `shard` says what they are.
+    """
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return tensor, shard
@@ -381,7 +384,7 @@ def measure_all(found: Iterable[Leaf]) -> dict[str, list[Any]]:
     parts: dict[str, list[Any]] = {}
     results: list[tuple[Tensor, Tensor]] = []
     for name, tensor, shard in found:
-        local, shard = _local_part(tensor, shard)
+        local, shard = local_part(tensor, shard)
         results.append(measure(local, shard.first if shard else 0))
         shape = list(shard.shape if shard else local.shape)
         parts[name] = [0, 0.0, str(local.dtype), shape, shard is not None, shard is None or shard.counts]
@@ -1234,7 +1237,7 @@ class RestartEquivalence(pl.Callback):
     def _begin_resume(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         checkpoint = Path(str(trainer.ckpt_path))
         found = self._snapshot(trainer, module)
-        parts = (_local_part(t, s) for _, t, s in model_leaves(module, trainer.model))
+        parts = (local_part(t, s) for _, t, s in model_leaves(module, trainer.model))
         found["is_sharded"] = any(shard is not None for _, shard in parts)
         self._at_load = found
         own = self._loaded
