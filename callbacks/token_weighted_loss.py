@@ -282,7 +282,8 @@ class TokenWeightedLoss(pl.Callback):
         self._loss_sum, self._num_tokens = self._loss_sum + loss_sum, self._num_tokens + num_tokens
         if not loss.requires_grad:
             return
-        if counted.item() == 0:
+        # On a GPU the count that a module returns is known only after forward: wait for it where the batch's is zero.
+        if (counted.item() == 0 or not isinstance(num_tokens, Tensor)) and count.item() == 0:
             self._handles = block_gradients(loss)
         elif isinstance(num_tokens, Tensor):
             weight = (num_tokens / self._nominal).to(loss.dtype)

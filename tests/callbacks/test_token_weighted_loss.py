@@ -303,6 +303,19 @@ def test_counter_given_by_hand_goes_before_the_modules_count():
     assert record.metrics[0]["train/tokens"] == 5
 
 
+def test_what_the_module_counts_goes_before_what_the_batch_seems_to_hold():
+    class OwnMeaning(Toy):
+        def training_step(self, batch, batch_idx):
+            inputs, _ = batch
+            return {"loss": self.net(inputs).square().mean(), "num_tokens": inputs.numel()}
+
+    inputs, targets = sequences(2)
+    batch = (inputs, torch.full_like(targets, -100))
+    _, _, record = fit(OwnMeaning(), [batch], callbacks=[TokenWeightedLoss()])
+    assert record.metrics[0]["train/tokens"] == inputs.numel()
+    assert record.gradients[0]["net.embed.weight"].any()
+
+
 # -- alone
 
 
