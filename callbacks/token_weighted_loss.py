@@ -133,11 +133,15 @@ class _Count:
 
     def weigh(self, mean_loss: Tensor) -> tuple[Any, Any]:
         """Return the loss sum and the tokens, as numbers, or on the loss's device where reading them would wait."""
-        if mean_loss.device.type != "cuda":
-            num_tokens = self.item()
-            return (num_tokens * mean_loss.item() if num_tokens > 0 else 0.0), num_tokens
-        tokens = self._device if self._event is not None else _scalar(self._host, mean_loss.device)
-        return torch.where(tokens > 0, tokens * mean_loss, 0.0), tokens
+        if mean_loss.device.type == "cuda":
+            return self.weigh_on_device(mean_loss)
+        num_tokens = self.item()
+        return (num_tokens * mean_loss.item() if num_tokens > 0 else 0.0), num_tokens
+
+    def weigh_on_device(self, mean_loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same as scalar tensors."""
+        num_tokens = self._device if self._event is not None else _scalar(self._host, mean_loss.device)
+        return torch.where(num_tokens > 0, num_tokens * mean_loss, 0.0), num_tokens
 
 
 class TokenWeightedLoss(pl.Callback):

@@ -110,6 +110,12 @@ def test_sweep_one_process():
     )  # a micro-batch of its own for the one without a target
 
 
+def test_sweep_with_the_arithmetic_that_a_gpu_does(monkeypatch):
+    monkeypatch.setattr(file._Count, "weigh", file._Count.weigh_on_device)
+    assert_exact(sweep(None, KINDS))
+    assert_exact(sweep(None, ("DividingToy",), splits=(32,)))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sweep_two_ranks(ranks2, strategy):
     first, second = ranks2.run(sweep, strategy, KINDS)
