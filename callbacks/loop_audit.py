@@ -78,6 +78,18 @@ CAUSES = {
     "weight_decay": "one parameter group for all: put weights of 2 and more dimensions in a group of their own (Loshchilov & "
     "Hutter decay; norms and biases have weight_decay=0).",
 }
+EXPECTED = {
+    "gradients_empty": "empty gradient buffers as the window begins",
+    "parameters_constant": "no change until the optimizer steps",
+    "one_step_per_window": "one optimizer step in the window",
+    "ranks_differ": "different samples on each rank",
+    "replicas_identical": "the same bits on all ranks",
+    "finite": "finite gradients in an update that is applied",
+    "evaluation_changes_nothing": "all as before the evaluation",
+    "module_modes": "each submodule in the mode it had before the evaluation",
+    "optimizer_coverage": "every trainable parameter in one optimizer",
+    "weight_decay": "no decay of norms and biases",
+}
 CHECKS = tuple(CAUSES)
 IGNORE_INDEX = -100
 _MAX_HASHES = 200_000  # samples of an epoch told apart by hash
@@ -375,9 +387,9 @@ class LoopAudit(pl.Callback):
 
     # ---- reporting ----
 
-    def _found(self, check: str, expected: str, found: str, update: int = -1, micro_batch: int = 0) -> None:
+    def _found(self, check: str, found: str, *, expected: str = "", update: int = -1, micro: int = 0) -> None:
         update = self._step + 1 if update < 0 else update
-        self._queue.append(Violation(check, update, micro_batch, expected, found, self._rank))
+        self._queue.append(Violation(check, update, micro, expected or EXPECTED[check], found, self._rank))
 
     def _act(self) -> None:
         """Raise, warn about or keep what was found."""
@@ -510,22 +522,14 @@ class LoopAudit(pl.Callback):
                 for p in group["params"]:
                     places.setdefault(id(p), []).append(f"optimizer {i} group {j}")
                     decay[id(p)] = max(decay.get(id(p), 0.0), float(group.get("weight_decay") or 0.0))
-        found: list[tuple[str, str, str]] = []
+        found: list[tuple[str, str]] = []
         missing = [n for n, p in self._params if p.requires_grad and id(p) not in places]
         if missing:
-            found.append(
-                (
-                    "optimizer_coverage",
-                    "every trainable parameter in an optimizer",
-                    f"in none: {_some(missing)}",
-                )
-            )
-        double = [
-            f"{n} ({', '.join(places[id(p)])})" for n, p in self._params if len(places.get(id(p), ())) > 1
-        ]
+            found.append(("optimizer_coverage", f"in none: {_some(missing)}"))
+        double = [(n, places[id(p)]) for n, p in self._params if len(places.get(id(p), ())) > 1]
         if double:
             found.append(
-                ("optimizer_coverage", "every parameter in one optimizer", f"in several: {_some(double)}")
+                ("optimizer_coverage", "in several: " + _some([f"{n} ({', '.join(at)})" for n, at in double]))
             )
         decayed = {
             id(p): f"{_clean(f'{module_name}.{n}')} (decay {decay[id(p)]:g})"
@@ -534,13 +538,11 @@ class LoopAudit(pl.Callback):
             if decay.get(id(p), 0.0) > 0 and is_norm_or_bias(module, n)
         }
         if decayed:
-            found.append(("weight_decay", "no decay of norms and biases", _some(list(decayed.values()))))
-        for check, expected, what in found:
-            if (
-                check in self.checks and (check, what) not in self._told
-            ):  # told once, not at each audited update
+            found.append(("weight_decay", _some(list(decayed.values()))))
+        for check, what in found:
+            if check in self.checks and (check, what) not in self._told:  # once, not at each audited update
                 self._told.add((check, what))
-                self._found(check, expected, what)
+                self._found(check, what)
 
     def _schedule_positions(self, trainer: pl.Trainer) -> dict[str, int]:
         """Return the position of every schedule that is to advance once per update."""
@@ -568,12 +570,8 @@ class LoopAudit(pl.Callback):
             for name in now.keys() & self._positions.keys():
                 if (moved := now[name] - self._positions[name]) != want:
                     kind = "a successful update" if want else "a skipped update"
-                    self._found(
-                        "schedule_per_update",
-                        f"{name} advances by {want} on {kind}",
-                        f"by {moved}",
-                        self._step,
-                    )
+                    expected = f"{name} advances by {want} on {kind}"
+                    self._found("schedule_per_update", f"by {moved}", expected=expected, update=self._step)
         self._positions = now
         later, self._later = self._later, []
         for judge in later:
@@ -603,13 +601,7 @@ class LoopAudit(pl.Callback):
             grads = [(n, p.grad) for n, p in self._params if p.grad is not None and id(p) in owned]
             full = [n for n, grad in grads if bool(_local(grad).any())]
             if full:
-                self._found(
-                    "gradients_empty",
-                    "empty gradient buffers as the window begins",
-                    f"values in {_some(full)}",
-                    -1,
-                    1,
-                )
+                self._found("gradients_empty", f"values in {_some(full)}", micro=1)
         if self._is_audited and "finite" in self.checks:
             self._losses.append(loss.detach().reshape(()))
         if (
@@ -636,13 +628,7 @@ class LoopAudit(pl.Callback):
             changed = (self._start != digests(self._params)).nonzero().flatten().tolist()
             if changed:
                 names = _some([self._params[i][0] for i in changed])
-                self._found(
-                    "parameters_constant",
-                    "no change until the optimizer steps",
-                    f"other bits in {names}",
-                    -1,
-                    self._micro + 1,
-                )
+                self._found("parameters_constant", f"other bits in {names}", micro=self._micro + 1)
             self._start = None
         if (
             self._is_audited
@@ -677,13 +663,8 @@ class LoopAudit(pl.Callback):
         if trainer.global_step != self._step:
             self._end_window(trainer)
         elif self._steps and "one_step_per_window" in self.checks and self._is_simple:
-            self._found(
-                "one_step_per_window",
-                "no optimizer step before the window ends",
-                f"{self._steps}",
-                -1,
-                self._micro,
-            )
+            expected = "no optimizer step before the window ends"
+            self._found("one_step_per_window", f"{self._steps}", expected=expected, micro=self._micro)
             self._steps = 0
         if trainer.enable_validation:
             self._note_modes(pl_module)
@@ -698,9 +679,7 @@ class LoopAudit(pl.Callback):
             and self._steps != 1
             and not (has_scaler and not self._steps)
         ):
-            self._found(
-                "one_step_per_window", "one optimizer step in the window", f"{self._steps}", -1, self._micro
-            )
+            self._found("one_step_per_window", f"{self._steps}", micro=self._micro)
         self._was_applied = self._steps > 0 and self._is_applied
         if self._is_audited:
             self._check_finite()
@@ -751,10 +730,10 @@ class LoopAudit(pl.Callback):
             return
         losses = torch.stack(self._losses) if self._losses else torch.zeros(1)
         for i in (~torch.isfinite(losses)).nonzero().flatten().tolist():
-            self._found("finite", "a finite loss", f"{float(losses[i])}", -1, i + 1)
+            self._found("finite", f"{float(losses[i])}", expected="a finite loss", micro=i + 1)
         if self._after is not None and (bad := (~torch.isfinite(self._after)).nonzero().flatten().tolist()):
             names = _some([self._params[i][0] for i in bad])
-            self._found("finite", "finite gradients in an update that is applied", f"not finite: {names}")
+            self._found("finite", f"not finite: {names}")
 
     def _clip(self, trainer: pl.Trainer) -> float | None:
         """Return the norm that this run clips to, None if that is not known or it clips otherwise."""
@@ -779,7 +758,7 @@ class LoopAudit(pl.Callback):
             logged = trainer.callback_metrics.get("optim/grad_norm")
             verdict = judge_clipping(before, after, clip, None if logged is None else float(logged))
             if verdict is not None:
-                self._found("clipping_global", *verdict, update)
+                self._found("clipping_global", verdict[1], expected=verdict[0], update=update)
 
         self._later.append(judge)
 
@@ -806,7 +785,7 @@ class LoopAudit(pl.Callback):
             total = weight * norm / before_norm
             if abs(total - 1.0) > _CLIP_RTOL:
                 expected = f"weights of the {num} micro-batches of a short window (accumulate_grad_batches={accumulate}) add up to 1"
-                self._found("window_weights", expected, f"{total:.4g}", update, num)
+                self._found("window_weights", f"{total:.4g}", expected=expected, update=update, micro=num)
 
         self._later.append(judge)
 
@@ -823,21 +802,13 @@ class LoopAudit(pl.Callback):
             bus = trainer.callback_metrics
             logged, loss, loss_sum = (bus.get(k) for k in ("train/tokens", "train/loss", "train/loss_sum"))
             if logged is not None and abs(float(logged) - tokens) > 1e-6 * tokens:
-                self._found(
-                    "token_denominator",
-                    f"train/tokens = {tokens:.0f}, as the batches hold",
-                    f"{float(logged):.0f}",
-                    update,
-                )
+                expected = f"train/tokens = {tokens:.0f}, as the batches hold"
+                self._found("token_denominator", f"{float(logged):.0f}", expected=expected, update=update)
             elif logged is not None and loss is not None and loss_sum is not None and tokens:
                 want = float(loss_sum) / tokens
                 if abs(float(loss) - want) > 1e-5 * abs(want):
-                    self._found(
-                        "token_denominator",
-                        f"train/loss = train/loss_sum / tokens = {want:.6g}",
-                        f"{float(loss):.6g}",
-                        update,
-                    )
+                    expected = f"train/loss = train/loss_sum / tokens = {want:.6g}"
+                    self._found("token_denominator", f"{float(loss):.6g}", expected=expected, update=update)
 
         self._later.append(judge)
 
@@ -849,7 +820,7 @@ class LoopAudit(pl.Callback):
         if len(rows.unique()) > 1:
             rows = self._gather(trainer, mine)  # the same decision on every rank
             names = [self._params[i][0] for i in (rows != rows[0]).any(0).nonzero().flatten().tolist()]
-            self._found("replicas_identical", "the same bits on all ranks", f"they differ in {_some(names)}")
+            self._found("replicas_identical", f"they differ in {_some(names)}")
 
     # ---- samples ----
 
@@ -905,7 +876,7 @@ class LoopAudit(pl.Callback):
             copies = 1 if is_id else self._copies_in_dataset(trainer, value)
             if copies == 1 or (copies == 0 and self._num_common == 3):
                 found = f"{_name(value, is_id)} on ranks {sorted(ranks)}, {len(common)} such samples"
-                self._found("ranks_differ", "different samples on each rank", found, update)
+                self._found("ranks_differ", found, update=update)
                 break
         return {value for _, value in common}
 
@@ -916,6 +887,7 @@ class LoopAudit(pl.Callback):
         allowed = 0
         if isinstance(sampler, torch.utils.data.DistributedSampler) and not sampler.drop_last:
             allowed = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
+        expected = f"each sample once in epoch {self._seen_epoch}"
         unknown: dict[tuple[int, int], bool] = {}  # micro-batches of repeats that nobody can look up
         for value, update, micro in rows:
             self._num_samples += 1
@@ -926,18 +898,14 @@ class LoopAudit(pl.Callback):
                 self._num_repeats += 1
                 if self._num_repeats == allowed + 1:
                     found = f"{_name(value, is_id)} again"
-                    self._found(
-                        "samples_once", f"each sample once in epoch {self._seen_epoch}", found, update, micro
-                    )
+                    self._found("samples_once", found, expected=expected, update=update, micro=micro)
         for (update, micro), is_unknown in unknown.items():
             # an endless stream may come round to its start, but not just where a process resumed
             if self._num_resumed is not None:
                 self._num_resumed = self._num_resumed + 1 if is_unknown else None
                 if self._num_resumed == 3:
                     found = "three micro-batches after a resume whose rows had all been seen"
-                    self._found(
-                        "samples_once", f"each sample once in epoch {self._seen_epoch}", found, update, micro
-                    )
+                    self._found("samples_once", found, expected=expected, update=update, micro=micro)
 
     def _copies_in_dataset(self, trainer: pl.Trainer, value: int) -> int:
         """Count how often a row is in the dataset; 0 if it cannot be looked up."""
@@ -971,7 +939,7 @@ class LoopAudit(pl.Callback):
         count = self._seen.count(previous * num_samples, (previous + 1) * num_samples)
         if count != num_samples:
             found = f"{count}, {num_samples - count} left out"
-            self._found("samples_once", f"all {num_samples} samples of epoch {previous}", found)
+            self._found("samples_once", found, expected=f"all {num_samples} samples of epoch {previous}")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """After the last batch of an epoch with a length: modes, and whether every sample came."""
@@ -1001,12 +969,8 @@ class LoopAudit(pl.Callback):
             dropped = self._num_data_ranks * batch_size - 1 if getattr(loader, "drop_last", False) else 0
             if num_left_out > dropped:
                 found = f"{self._num_samples}, {num_left_out} left out"
-                self._found(
-                    "samples_once",
-                    f"all {len(dataset)} samples in epoch {self._seen_epoch}",
-                    found,
-                    self._step,
-                )
+                expected = f"all {len(dataset)} samples in epoch {self._seen_epoch}"
+                self._found("samples_once", found, expected=expected, update=self._step)
         self._flush(trainer)
 
     # ---- evaluation ----
@@ -1023,12 +987,7 @@ class LoopAudit(pl.Callback):
             if m.training != was
         ]
         if wrong:
-            self._found(
-                "module_modes",
-                "each submodule in the mode it had before the evaluation",
-                _some(wrong),
-                self._step,
-            )
+            self._found("module_modes", _some(wrong), update=self._step)
 
     def _evaluation_state(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         named: list[tuple[str, Tensor]] = [
@@ -1070,9 +1029,8 @@ class LoopAudit(pl.Callback):
                 torch.empty((), dtype=torch.int64).random_(generator=generator)
                 if torch.equal(generator.get_state(), now):
                     found = "the validation loader drew its seed from torch's global generator, so later dropout masks and shuffles depend on it: give it generator=torch.Generator()"
-                    self._found(
-                        "evaluation_changes_nothing", "RNG as without the evaluation", found, self._step
-                    )
+                    expected = "RNG as without the evaluation"
+                    self._found("evaluation_changes_nothing", found, expected=expected, update=self._step)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare after it."""
@@ -1093,12 +1051,7 @@ class LoopAudit(pl.Callback):
         if not trainer.sanity_checking:  # Lightning isolates the RNG there
             changed += [f"RNG of {k}" for k, v in before["RNG"].items() if not _same(v, after["RNG"].get(k))]
         if changed:
-            self._found(
-                "evaluation_changes_nothing",
-                "all as before the evaluation",
-                f"changed: {_some(changed)}",
-                self._step,
-            )
+            self._found("evaluation_changes_nothing", f"changed: {_some(changed)}", update=self._step)
         self._flush(trainer)
 
 
