@@ -9,9 +9,43 @@ import pytest
 import lit_gpt_loop
 
 ROOT = Path(__file__).parents[1]
-PURE = {"schedules", "flops", "budget", "sample_order", "config", "devices", "lr_scaling", "memory", "activations"}
-LIGHTNING = {"data", "module", "strategies", "journal", "cli", "metrics", "progress", "dist_checkpoint", "lr_range", "stream_training"}
-T_ALLOWED = {"torch", "numpy", "datasets", "tokenizers", "safetensors", "tqdm", "rich", "fsspec", "huggingface_hub", "pyarrow", "yaml"}
+PURE = {
+    "schedules",
+    "flops",
+    "budget",
+    "sample_order",
+    "config",
+    "devices",
+    "lr_scaling",
+    "memory",
+    "activations",
+}
+LIGHTNING = {
+    "data",
+    "module",
+    "strategies",
+    "journal",
+    "cli",
+    "metrics",
+    "progress",
+    "dist_checkpoint",
+    "lr_range",
+    "stream_training",
+}
+T_ALLOWED = {
+    "torch",
+    "numpy",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "tqdm",
+    "rich",
+    "fsspec",
+    "huggingface_hub",
+    "pyarrow",
+    "yaml",
+    "matplotlib",
+}  # the last four lazily, where the extra that brings them is asked for
 CALLBACK_ALLOWED = {"torch", "lightning", "torchmetrics", "numpy", "fsspec", "rich"}
 
 
@@ -94,7 +128,9 @@ def test_every_layer_name_is_a_file():
 
 @pytest.mark.parametrize("version", ["2.6.2", "2.6.3"])
 def test_compromised_releases_are_refused_by_name(monkeypatch, version):
-    monkeypatch.setattr(lit_gpt_loop.metadata, "version", lambda package: version if package == "lightning" else "2.6.6")
+    monkeypatch.setattr(
+        lit_gpt_loop.metadata, "version", lambda package: version if package == "lightning" else "2.6.6"
+    )
     with pytest.raises(RuntimeError, match=f"lightning {version} is installed, a compromised release"):
         lit_gpt_loop.refuse_compromised_releases()
 
