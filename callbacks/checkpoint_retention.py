@@ -39,6 +39,7 @@ the first batch after a resume. At another world size each rank gets a seed deri
 loading that draws from the global RNG of the main process cannot be continued: give the dataset a generator.
 """
 
+import bisect
 import contextlib
 import hashlib
 import io
@@ -55,7 +56,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -168,12 +169,22 @@ def decide(saved: Iterable[Saved], policy: Policy) -> tuple[dict[str, list[Saved
 
 
 class HashingFile(io.RawIOBase):
-    """A new file, hashed by a second thread while it is written; `close` flushes it to the disk."""
+    """A new file, hashed by a second thread while it is written; `close` flushes it to the disk.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: must not exist.
+        lasting: tensors in host memory that stay as they are until `close`; their bytes are hashed behind the writing,
+            any other before `write` returns.
+    """
+
+    def __init__(self, path: Path, lasting: Iterable[torch.Tensor] = ()) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._sha = hashlib.sha256()
         self._pool = ThreadPoolExecutor(1)
+        memory = sorted(
+            {(s.data_ptr(), s.nbytes()) for s in (t.untyped_storage() for t in lasting if t.is_cpu)}
+        )
+        self._starts, self._ends = [start for start, _ in memory], [start + n for start, n in memory]
         self.num_bytes = 0
         self.error: OSError | None = None  # torch.save covers it with one of its own
 
@@ -190,9 +201,11 @@ class HashingFile(io.RawIOBase):
         return self.num_bytes
 
     def write(self, data: Any) -> int:
-        """Write all of `data`; the buffer is free again on return."""
+        """Write all of `data`; the buffer is free again on return unless it is of a lasting tensor."""
         view = memoryview(data).cast("B")
-        hashed = self._pool.submit(self._sha.update, view) if len(view) > 1 << 16 else None
+        if len(view) < 1 << 16:
+            view = memoryview(bytes(view))
+        hashed = self._pool.submit(self._sha.update, view)
         done = 0
         try:
             while done < len(view):
@@ -201,27 +214,44 @@ class HashingFile(io.RawIOBase):
             self.error = self.error or e
             raise
         finally:
-            if hashed is None:
-                self._sha.update(view)
-            else:
+            if len(view) >= 1 << 16 and not self._lasts(view):
                 hashed.result()
         self.num_bytes += done
         return done
 
+    def _lasts(self, view: memoryview) -> bool:
+        address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+        i = bisect.bisect_right(self._starts, address) - 1
+        return i >= 0 and address + len(view) <= self._ends[i]
+
     def close(self) -> None:
-        """Flush to the disk and close."""
+        """Flush to the disk, wait for the hash and close."""
         if not self.closed:
             try:
                 os.fsync(self._fd)
+            except OSError as e:
+                self.error = self.error or e
+                raise
             finally:
-                os.close(self._fd)
                 self._pool.shutdown()
+                os.close(self._fd)
                 super().close()
 
     @property
     def record(self) -> dict[str, Any]:
         """Size and hash, as the manifest lists them."""
         return {"bytes": self.num_bytes, "sha256": self._sha.hexdigest()}
+
+
+@contextlib.contextmanager
+def without_crc32() -> Iterator[None]:
+    """Leave the checksums of torch's zip format out: the SHA-256 says more, and they cost as much as the writing."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def _fsync_folder(path: Path) -> None:
@@ -487,16 +517,23 @@ def rewind(checkpoint: dict[str, Any], num_batches: int) -> None:
 
 
 @torch.no_grad()
-def is_finite(module: torch.nn.Module) -> bool:
-    """Return whether all parameters (this rank's shards of them) are free of NaN and infinity."""
-    local = [getattr(p, "_local_tensor", p).detach() for p in module.parameters()]
+def is_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether all tensors (of sharded ones this rank's part) are free of NaN and infinity."""
+    local = [getattr(t, "_local_tensor", t).detach() for t in tensors]
     local = [t for t in local if t.is_floating_point() and t.numel() and not t.is_meta]
     if not local:
         return True
-    norms = torch._foreach_norm(
-        local, float("inf")
-    )  # of absolute values the largest; NaN and inf come through
-    return bool(torch.stack([n.float() for n in norms]).isfinite().all())
+    # One pass, no copies. A sum of squares may overflow where no value is infinite: then look at the values.
+    norms = torch.stack([n.float() for n in torch._foreach_norm(local)])
+    return bool(norms.isfinite().all()) or all(bool(t.isfinite().all()) for t in local)
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for x in state.values() if isinstance(state, dict) else state:
+            yield from _tensors(x)
 
 
 class HostCopy:
@@ -1033,13 +1070,6 @@ class CheckpointRetention(Checkpoint):
         started = time.perf_counter()
         self._settle(trainer, wait=True)
         step = self._last_tried = trainer.global_step
-        if self._max(0 if is_finite(trainer.lightning_module) else 1)[0]:
-            self.num_refused += 1
-            rank_zero_warn(
-                f"Update {step} is not saved: its weights are not finite. ({self.num_refused} refused so far; the last "
-                f"good checkpoint is step {self._last_saved} or older.)"
-            )
-            return
         temporary = self._dir / f".tmp-step-{step:08d}.{socket.gethostname()}.{os.getpid()}"
         folder = Path(self._broadcast(str(temporary)))
         if trainer.is_global_zero:
@@ -1049,7 +1079,7 @@ class CheckpointRetention(Checkpoint):
         manifest.update(
             self._describe(trainer, metric)
         )  # now: the module may count this update when it is saved
-        self._last_saved, self._last_save_time = step, time.monotonic()
+        self._last_save_time = time.monotonic()
         work = self._write_and_commit if self._world_size == 1 else self._write
         if self.async_save and self._pool is not None:
             job.future = self._pool.submit(work, job)
@@ -1118,6 +1148,8 @@ class CheckpointRetention(Checkpoint):
             staged = options["staged"]
 
             def write_part() -> dict[str, Any]:
+                if not staged.is_finite():
+                    return {"refused": True}
                 part = staged.write(folder / "state")
                 return {"files": in_state(part["files"]), "part": part}
 
@@ -1147,8 +1179,10 @@ class CheckpointRetention(Checkpoint):
             def write_file() -> dict[str, Any]:
                 if state is None:
                     return {"files": {}}
+                if not is_finite(_tensors(state["state_dict"])):
+                    return {"refused": True}
                 folder.mkdir(parents=True)
-                with HashingFile(folder / "state.ckpt") as f:
+                with HashingFile(folder / "state.ckpt", lasting=_tensors(state)) as f, without_crc32():
                     try:
                         torch.save(state, f)  # type: ignore[arg-type]
                     except RuntimeError as e:
@@ -1172,7 +1206,8 @@ class CheckpointRetention(Checkpoint):
                 records = pool.map(_flush_and_hash, paths)
                 return {str(p.relative_to(folder)): record for p, record in zip(paths, records, strict=True)}
 
-        return _Job(step, folder, manifest, lambda: {"files": {}}, hash_files)
+        whole = is_finite(trainer.lightning_module.parameters())
+        return _Job(step, folder, manifest, lambda: {"files": {}} if whole else {"refused": True}, hash_files)
 
     def _write(self, job: _Job) -> dict[str, Any]:
         try:
@@ -1186,8 +1221,9 @@ class CheckpointRetention(Checkpoint):
     def _commit(self, job: _Job, parts: list[dict[str, Any]]) -> dict[str, Any]:
         """On rank 0: make the checkpoint count. Returns what the other ranks are to know."""
         error = next((p["error"] for p in parts if p["error"]), None)
+        is_refused = any(p.get("refused") for p in parts)
         try:
-            if error is None:
+            if error is None and not is_refused:
                 files = {k: v for p in parts for k, v in p["files"].items()}
                 files.update(job.finish(parts))
                 name = self._publish(job, files)
@@ -1198,7 +1234,7 @@ class CheckpointRetention(Checkpoint):
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
         shutil.rmtree(job.folder, ignore_errors=True)
-        return {"error": error}
+        return {"error": error, "refused": is_refused}
 
     def _publish(self, job: _Job, files: dict[str, Any]) -> str:
         for path in {job.folder, *(p for p in job.folder.rglob("*") if p.is_dir())}:
@@ -1277,8 +1313,16 @@ class CheckpointRetention(Checkpoint):
                 job.blocked_s = time.perf_counter() - blocked_since
             elif self._world_size > 1 or wait:
                 job.blocked_s += time.perf_counter() - entered
-            if outcome["error"] is None and trainer is not None:
-                self._log(trainer, job, outcome)
+            if outcome["error"] is None and outcome.get("refused"):
+                self.num_refused += 1
+                rank_zero_warn(
+                    f"Update {job.step} is not saved: its weights are not finite. ({self.num_refused} refused so far; "
+                    f"the last good checkpoint is step {self._last_saved} or older.)"
+                )
+            elif outcome["error"] is None:
+                self._last_saved = job.step
+                if trainer is not None:
+                    self._log(trainer, job, outcome)
         tail_error: Any = None
         if blocked_since is None:  # right after its own save the tail has only just begun
             done = [t for t in self._tails if wait or t.done()]

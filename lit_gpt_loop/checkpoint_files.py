@@ -17,6 +17,7 @@ Writing is split so that it can go on in the background without collectives: `st
 (Longer than 400 lines: what is written and what is read has to be seen side by side.)
 """
 
+import bisect
 import hashlib
 import io
 import os
@@ -27,6 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -262,12 +264,20 @@ def state_of(saved: dict[str, Any], name: str, tensors: Mapping[str, Any]) -> di
 
 
 class _HashingFile(io.RawIOBase):
-    """A new file, hashed by a second thread while it is written. (CheckpointRetention has the like.)"""
+    """A new file, hashed by a second thread while it is written. (CheckpointRetention, which stands alone, has the like.)
 
-    def __init__(self, path: Path) -> None:
+    The bytes of `lasting` tensors, which stay as they are until `close`, are hashed behind the writing, others before
+    `write` returns.
+    """
+
+    def __init__(self, path: Path, lasting: Iterable[Tensor] = ()) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._sha = hashlib.sha256()
         self._pool = ThreadPoolExecutor(1)
+        memory = sorted(
+            {(s.data_ptr(), s.nbytes()) for s in (t.untyped_storage() for t in lasting if t.is_cpu)}
+        )
+        self._starts, self._ends = [start for start, _ in memory], [start + n for start, n in memory]
         self.num_bytes = 0
         self.error: OSError | None = None  # torch.save covers it with one of its own
 
@@ -282,7 +292,9 @@ class _HashingFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        hashed = self._pool.submit(self._sha.update, view) if len(view) > 1 << 16 else None
+        if len(view) < 1 << 16:
+            view = memoryview(bytes(view))
+        hashed = self._pool.submit(self._sha.update, view)
         done = 0
         try:
             while done < len(view):
@@ -291,17 +303,20 @@ class _HashingFile(io.RawIOBase):
             self.error = self.error or e
             raise
         finally:
-            if hashed is None:
-                self._sha.update(view)
-            else:
+            if len(view) >= 1 << 16 and not self._lasts(view):
                 hashed.result()
         self.num_bytes += done
         return done
 
+    def _lasts(self, view: memoryview) -> bool:
+        address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+        i = bisect.bisect_right(self._starts, address) - 1
+        return i >= 0 and address + len(view) <= self._ends[i]
+
     def close(self) -> None:
         if not self.closed:
-            os.close(self._fd)
             self._pool.shutdown()
+            os.close(self._fd)
             super().close()
 
     @property
@@ -310,14 +325,26 @@ class _HashingFile(io.RawIOBase):
 
 
 class _HashingFileSystem(FileSystem):
-    def __init__(self) -> None:
+    def __init__(self, lasting: Iterable[Tensor] = ()) -> None:
+        self.lasting = list(lasting)
         self.files: dict[str, _HashingFile] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with _HashingFile(Path(path)) as stream:
+        with _HashingFile(Path(path), self.lasting) as stream:
             self.files[Path(path).name.removesuffix(".tmp")] = stream
             yield stream
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Leave the checksums of torch's zip format out: the SHA-256 says more, and they cost as much as the writing."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 class _Planner(DefaultSavePlanner):
@@ -341,6 +368,20 @@ class StagedCheckpoint:
         self._metadata = metadata  # on rank 0
         self._rest = rest
 
+    def _data(self, prefix: str = "") -> list[Tensor]:
+        items = [i for i in self._plan.items if i.index.fqn.startswith(prefix)]
+        return [self._planner.resolve_data(i).detach() for i in items]
+
+    @torch.no_grad()
+    def is_finite(self) -> bool:
+        """Return whether the weights that this rank writes are free of NaN and infinity."""
+        local = [t for t in self._data("model/") if t.is_floating_point() and t.numel()]
+        if not local:
+            return True
+        # A sum of squares may overflow where no value is infinite: then look at the values.
+        norms = torch.stack([n.float() for n in torch._foreach_norm(local)])
+        return bool(norms.isfinite().all()) or all(bool(t.isfinite().all()) for t in local)
+
     def write(self, folder: str | Path) -> dict[str, Any]:
         """Write and flush this rank's tensors. No collectives: any thread may do it.
 
@@ -348,10 +389,11 @@ class StagedCheckpoint:
             "files" (name -> bytes and sha256) and what `finish` needs of each rank; picklable.
         """
         writer = FileSystemWriter(folder)
-        writer.fs = files = _HashingFileSystem()
+        writer.fs = files = _HashingFileSystem(self._data())
         Path(folder).mkdir(parents=True, exist_ok=True)
         try:
-            results = writer.write_data(self._plan, self._planner).wait()
+            with _without_crc32():
+                results = writer.write_data(self._plan, self._planner).wait()
         except RuntimeError as e:
             raise next((f.error for f in files.files.values() if f.error), e) from e
         return {"files": {n: f.record for n, f in files.files.items()}, "results": results}
