@@ -147,9 +147,9 @@ class SampleText(pl.Callback):
                 logger.log_text(
                     "samples/text", ["update", "prompt", "continuation"], rows, step=trainer.global_step
                 )
-            elif hasattr(logger.experiment, "add_text"):
+            elif hasattr(getattr(logger, "experiment", None), "add_text"):
                 text = "\n\n".join(f"**{p}**{t}" for _, p, t in rows)
-                logger.experiment.add_text("samples/text", text, trainer.global_step)
+                logger.experiment.add_text("samples/text", text, trainer.global_step)  # type: ignore[attr-defined]
         if self.print_samples:
             bar = trainer.progress_bar_callback
             (bar.print if bar is not None else print)(
@@ -178,7 +178,7 @@ class SampleText(pl.Callback):
         start = len(tokens)
         for _ in range(self.max_new_tokens):
             window = torch.tensor([tokens[-self.context_length :]], device=pl_module.device)
-            model = pl_module.trainer.strategy.model
+            model: Any = pl_module.trainer.strategy.model
             logits = self._forward(model, window) if self._forward else model(window)
             token = pick_token(logits[0, -1], self.temperature, self.top_k, generator)
             # With several ranks all run the full length: their logits may differ in the last bit and so the tokens drawn, and

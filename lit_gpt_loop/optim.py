@@ -16,7 +16,9 @@ DECAYED = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
 NOT_DECAYED = (nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
-def split_parameters(modules: Iterable[tuple[str, nn.Module]]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def split_parameters(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return (decayed, not decayed) trainable parameters of `module.named_modules()`, each parameter once.
 
     Weights of linear and convolution layers decay; biases, norms and embeddings do not, nor does a weight tied to one.

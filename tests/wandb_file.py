@@ -39,7 +39,9 @@ def read_offline(folder):
             if record.HasField("run"):
                 ids.append(record.run.run_id)
             if record.HasField("history"):
-                rows.append({(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item})
+                rows.append(
+                    {(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item}
+                )
             if record.HasField("metric"):
                 defined[record.metric.name or record.metric.glob_name] = record.metric.step_metric
     return rows, defined, ids

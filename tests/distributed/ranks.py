@@ -10,7 +10,8 @@ import os
 import queue
 import socket
 import traceback
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.multiprocessing as mp
@@ -65,7 +66,9 @@ class Ranks:
         self._jobs = [context.Queue() for _ in range(self.world_size)]
         self._results = context.Queue()
         self._processes = [
-            context.Process(target=_serve, args=(r, self.world_size, port, self._jobs[r], self._results), daemon=True)
+            context.Process(
+                target=_serve, args=(r, self.world_size, port, self._jobs[r], self._results), daemon=True
+            )
             for r in range(self.world_size)
         ]
         for p in self._processes:
@@ -95,7 +98,9 @@ class Ranks:
                 if error:
                     break
                 missing = sorted(set(range(self.world_size)) - set(answers))
-                raise TimeoutError(f"ranks {missing} of {self.world_size} gave no answer in {timeout_s:.0f} s") from None
+                raise TimeoutError(
+                    f"ranks {missing} of {self.world_size} gave no answer in {timeout_s:.0f} s"
+                ) from None
             if number != self._number:
                 continue
             answers[rank] = value

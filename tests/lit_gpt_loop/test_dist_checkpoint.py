@@ -193,7 +193,7 @@ def test_c40_what_ranks_trained_continues_elsewhere(ranks2, ranks4, tmp_path):
     reference = dict(zip(("ddp", "fsdp", "fsdp2"), ranks2.run(run_many, on)[0], strict=True))
     for source in ("ddp", "fsdp", "fsdp2"):
         report = run("one", 3, load_from=tmp_path / f"{source}-2")
-        same(report["start"], trained[source]["end"], {k for k in trained[source]["end"]})
+        same(report["start"], trained[source]["end"], set(trained[source]["end"]))
         assert [g["weight_decay"] for g in report["groups"]] == [0.1, 0.0]
         assert [g["lr"] for g in report["groups"]] == [1e-2, 3e-3]
         assert report["step"] == 3

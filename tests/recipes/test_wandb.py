@@ -32,7 +32,9 @@ CONFIG = {
 }  # fmt: skip
 
 
-def __getattr__(name):  # lazy: this module is imported by the test process too, which need not wait for Lightning
+def __getattr__(
+    name,
+):  # lazy: this module is imported by the test process too, which need not wait for Lightning
     if name == "DieAt":
         import lightning.pytorch as pl
 
@@ -48,7 +50,11 @@ def __getattr__(name):  # lazy: this module is imported by the test process too,
 
 
 def run(folder, die_at=-1):
-    env = os.environ | {"DIE_AT": str(die_at), "PYTHONPATH": str(Path(__file__).parents[2]), "WANDB_MODE": "offline"}
+    env = os.environ | {
+        "DIE_AT": str(die_at),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "WANDB_MODE": "offline",
+    }
     command = [sys.executable, "-m", "recipes.pretrain", "fit", "--config", "wb.yaml"]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
 
