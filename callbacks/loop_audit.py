@@ -91,6 +91,14 @@ EXPECTED = {
     "weight_decay": "no decay of norms and biases",
 }
 CHECKS = tuple(CAUSES)
+_ONE_OPTIMIZER = {  # what manual optimization and several optimizers do is the module's own business
+    "gradients_empty",
+    "parameters_constant",
+    "one_step_per_window",
+    "schedule_per_update",
+    "window_weights",
+    "clipping_global",
+}
 IGNORE_INDEX = -100
 _MAX_HASHES = 200_000  # samples of an epoch told apart by hash
 _MAX_CHUNKS = 65_536  # x 4,096 ids
@@ -451,7 +459,8 @@ class LoopAudit(pl.Callback):
             isinstance(m, FullyShardedDataParallel) for m in (trainer.model or pl_module).modules()
         )
         self._is_sharded = self._is_fsdp1 or any(isinstance(p, DTensor) for _, p in self._params)
-        self._is_simple = pl_module.automatic_optimization and len(trainer.optimizers) == 1
+        is_simple = pl_module.automatic_optimization and len(trainer.optimizers) == 1
+        self._active = self.checks if is_simple else self.checks - _ONE_OPTIMIZER
         sampler = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         self._data_rank, self._num_data_ranks = sampler["rank"], sampler["num_replicas"]
         self._step, self._micro, self._steps, self._is_applied = trainer.global_step, 0, 0, False
@@ -565,7 +574,7 @@ class LoopAudit(pl.Callback):
             return
         self._is_open = False
         now = self._schedule_positions(trainer)
-        if "schedule_per_update" in self.checks and self._is_simple:
+        if "schedule_per_update" in self._active:
             want = 1 if self._was_applied else 0
             for name in now.keys() & self._positions.keys():
                 if (moved := now[name] - self._positions[name]) != want:
@@ -590,13 +599,13 @@ class LoopAudit(pl.Callback):
             self._is_audited = (trainer.global_step + 1) % self.every_n_steps == 0
             if self._is_audited:
                 self._check_optimizers(trainer, pl_module)
-                if "parameters_constant" in self.checks and self._is_simple:
+                if "parameters_constant" in self._active:
                     self._start = digests(self._params)
         self._flush(trainer)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Gradients are zeroed by now, and this micro-batch's are not there yet."""
-        if self._micro == 0 and "gradients_empty" in self.checks and self._is_simple:
+        if self._micro == 0 and "gradients_empty" in self._active:
             owned = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
             grads = [(n, p.grad) for n, p in self._params if p.grad is not None and id(p) in owned]
             full = [n for n, grad in grads if bool(_local(grad).any())]
@@ -604,12 +613,7 @@ class LoopAudit(pl.Callback):
                 self._found("gradients_empty", f"values in {_some(full)}", micro=1)
         if self._is_audited and "finite" in self.checks:
             self._losses.append(loss.detach().reshape(()))
-        if (
-            self._accumulate > 1
-            and "window_weights" in self.checks
-            and self._is_simple
-            and loss.grad_fn is not None
-        ):
+        if self._accumulate > 1 and "window_weights" in self._active and loss.grad_fn is not None:
             # A hook on the node sees the gradient after all hooks on the loss tensor, whoever registered them and when.
             loss.grad_fn.register_hook(lambda _, grads: self._root_grads.append(grads[0].detach()))
 
@@ -630,12 +634,7 @@ class LoopAudit(pl.Callback):
                 names = _some([self._params[i][0] for i in changed])
                 self._found("parameters_constant", f"other bits in {names}", micro=self._micro + 1)
             self._start = None
-        if (
-            self._is_audited
-            and "clipping_global" in self.checks
-            and self._is_simple
-            and self._clip(trainer) is not None
-        ):
+        if self._is_audited and "clipping_global" in self._active and self._clip(trainer) is not None:
             self._squares = self._grad_squares()
 
     def _after_step(self, *_: Any) -> None:
@@ -662,7 +661,7 @@ class LoopAudit(pl.Callback):
             self._samples.append((self._step + 1, self._micro, values, ids is not None))
         if trainer.global_step != self._step:
             self._end_window(trainer)
-        elif self._steps and "one_step_per_window" in self.checks and self._is_simple:
+        elif self._steps and "one_step_per_window" in self._active:
             expected = "no optimizer step before the window ends"
             self._found("one_step_per_window", f"{self._steps}", expected=expected, micro=self._micro)
             self._steps = 0
@@ -674,8 +673,7 @@ class LoopAudit(pl.Callback):
     def _end_window(self, trainer: pl.Trainer) -> None:
         has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
         if (
-            "one_step_per_window" in self.checks
-            and self._is_simple
+            "one_step_per_window" in self._active
             and self._steps != 1
             and not (has_scaler and not self._steps)
         ):
