@@ -171,38 +171,27 @@ def _products(rows: Tensor) -> Tensor:
     return torch.einsum("rhk,hkn->rhn", halves, by_half).long().sum(1)
 
 
-def _sum_rows(rows: Tensor, first_row: int) -> Tensor:
-    # rows (R, 4096) within one block, or whole blocks; the first is row `first_row` of its tensor -> 0-dim int64
-    table, block, start = _row_weights(rows.device), first_row // _BLOCK, first_row % _BLOCK
-    products = _products(rows).long()
-    if len(rows) < _BLOCK:
-        return (products * table[start : start + len(rows)]).sum() * _odd64(2**41 + block)
-    by_block = (products.view(-1, _BLOCK, _NUM_WEIGHTS) * table).sum((1, 2))
-    weights = [_odd64(2**41 + block + b) for b in range(len(by_block))]
-    return (by_block * torch.tensor(weights, device=rows.device)).sum()
+def _sum_blocks(products: Tensor, first_block: int) -> Tensor:
+    # products (R, 3) of whole blocks, the first being block `first_block` of its tensor -> 0-dim int64
+    by_block = (products.view(-1, _BLOCK, _NUM_WEIGHTS) * _row_weights(products.device)).sum((1, 2))
+    weights = [_odd64(2**41 + first_block + b) for b in range(len(by_block))]
+    return (by_block * torch.tensor(weights, device=products.device)).sum()
 
 
 def _sum_bytes(raw: Tensor, first: int) -> Tensor:
-    # raw int8 within one block, or whole blocks; the first is byte `first` of its tensor -> 0-dim int64
-    head = min(-first % _ROW, len(raw))
-    body = (len(raw) - head) // _ROW * _ROW
-    total = torch.zeros((), dtype=torch.int64, device=raw.device)
-    at = 0
-    for take in (head, body, len(raw) - head - body):
-        if take:
-            piece = raw[at : at + take]
-            begin = (first + at) % _ROW
-            if take % _ROW:
-                piece = torch.nn.functional.pad(piece, (begin, -(begin + take) % _ROW))
-            total += _sum_rows(piece.view(-1, _ROW), (first + at) // _ROW)
-            at += take
-    return total
+    # raw int8 within one block; the first is byte `first` of its tensor -> 0-dim int64
+    begin, row = first % _ROW, first // _ROW
+    if begin or len(raw) % _ROW:
+        raw = torch.nn.functional.pad(raw, (begin, -(begin + len(raw)) % _ROW))  # zeros weigh nothing
+    products = _products(raw.view(-1, _ROW))
+    weights = _row_weights(raw.device)[row % _BLOCK : row % _BLOCK + len(products)]
+    return (products * weights).sum() * _odd64(2**41 + row // _BLOCK)
 
 
 def _norm2(x: Tensor) -> Tensor:
     if not x.dtype.is_floating_point or x.dtype.itemsize < 4:
         x = x.float()
-    return torch.dot(x, x).double()
+    return torch.dot(x, x)
 
 
 @torch.no_grad()
@@ -223,19 +212,25 @@ def measure(tensor: Tensor, first: int = 0, norm: bool = True) -> tuple[Tensor, 
     flat = flat.contiguous().reshape(-1)
     size = flat.element_size()
     block = _ROW * _BLOCK // size  # elements; 4 MiB stay in a CPU's cache from one pass to the next
-    most = 1 if flat.device.type == "cpu" else 64
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    norm2 = torch.zeros((), dtype=torch.float64, device=flat.device)
+    at_once = block if flat.device.type == "cpu" else 64 * block
+    sums, norms = [], []
     at = 0
     while at < len(flat):
         offset, left = (first + at) % block, len(flat) - at
-        take = min(block - offset, left) if offset or left < block else min(left // block, most) * block
-        part = flat[at : at + take]
-        total += _sum_bytes(part.view(torch.int8), (first + at) * size)
-        if norm:
-            norm2 += _norm2(part)
-        at += take
-    return total, norm2
+        if offset or left < block:
+            piece = flat[at : at + min(block - offset, left)]
+            sums.append(_sum_bytes(piece.view(torch.int8), (first + at) * size))
+            norms += [_norm2(piece)] if norm else []
+        else:
+            piece, products = flat[at : at + left // block * block], []
+            for part in piece.split(at_once):
+                products.append(_products(part.view(torch.int8).view(-1, _ROW)))
+                norms += [_norm2(part)] if norm else []
+            sums.append(_sum_blocks(torch.cat(products), (first + at) // block))
+        at += len(piece)
+    nothing = torch.zeros((), dtype=torch.int64, device=flat.device)
+    total = torch.stack(sums).sum() if sums else nothing
+    return total, torch.stack(norms).double().sum() if norms else nothing.double()
 
 
 def finish_digest(total: int, dtype: str, shape: Sequence[int]) -> str:
