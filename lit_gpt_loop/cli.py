@@ -24,10 +24,12 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
+from lit_gpt_loop.checkpoint_files import open_checkpoint
 from lit_gpt_loop.data import TextDataModule
 from lit_gpt_loop.journal import JournalLogger, RunWandbLogger
 from lit_gpt_loop.module import LitGPT
 from lit_gpt_loop.progress import UpdateProgressBar
+from lit_gpt_loop.resume import check_architecture
 from lit_gpt_loop.schedules import summarize
 from lit_gpt_loop.strategies import DDP, FSDP, FSDP2, OneDevice
 from lit_gpt_loop.trained import TOKENIZER_FILE
@@ -167,6 +169,9 @@ class PretrainCLI(LightningCLI):
                 f"--ckpt_path none asks for a fresh start, but {self.run_dir} holds checkpoints ({found}): "
                 "choose another --run, or leave --ckpt_path out to continue"
             )
+        if path is not None:  # here as well as in LitGPT: strategies read tensors before the module sees the checkpoint
+            _, rest = open_checkpoint(path)
+            check_architecture(rest.get("hyper_parameters", {}).get("config", {}), model.hparams["config"])
         accumulate, sequences = self._batch(trainer.world_size)
         if isinstance(trainer.val_check_interval, int):
             trainer.val_check_interval *= accumulate  # Lightning counts micro-batches

@@ -32,7 +32,8 @@ from lit_gpt_loop.config import GPTConfig
 from lit_gpt_loop.metrics import TokenLoss
 from lit_gpt_loop.model import GPT
 from lit_gpt_loop.optim import build_adamw
-from lit_gpt_loop.schedules import Schedule, ScheduleConfig, first_difference
+from lit_gpt_loop.resume import check_architecture, check_schedule, differences
+from lit_gpt_loop.schedules import Schedule, ScheduleConfig
 from lit_gpt_loop.strategies import shard_fsdp2
 
 Batch = dict[str, Tensor]  # inputs (B, T), targets (B, T), sample_ids (B,), perhaps segment_ids (B, T)
@@ -326,7 +327,8 @@ class LitGPT(pl.LightningModule):
         """Take the counts over; refuse a schedule that would have given other rates so far; say what else differs.
 
         Raises:
-            ValueError: the schedule of this run disagrees with a rate that the checkpoint's run has used already.
+            ValueError: the checkpoint holds a model of another shape, or the schedule of this run disagrees with a rate that
+                the checkpoint's run has used already.
         """
         state = checkpoint.get("lit_gpt")
         if state is None:
@@ -335,60 +337,20 @@ class LitGPT(pl.LightningModule):
         self.updates_at_start = self.updates
         if self._trainer is None or self.trainer.state.fn != "fit":
             return
-        for line in _differences(checkpoint.get("hyper_parameters", {}), dict(self.hparams)):
+        old, new = checkpoint.get("hyper_parameters", {}), dict(self.hparams)
+        check_architecture(old.get("config", {}), new["config"])
+        for line in differences(old, new):
             rank_zero_info(f"Resuming with another setting, this run's wins: {line}")
         if state["schedule"] is not None:
-            self._check_schedule(
-                Schedule(**state["schedule"]), int(checkpoint.get("global_step", self.updates))
+            total = self.trainer.max_steps
+            change = check_schedule(
+                Schedule(**state["schedule"]),
+                self.schedule_config.resolve(total if total > 0 else None),
+                self.updates,
+                Path(str(self.trainer.ckpt_path)) if self.trainer.ckpt_path else None,
             )
-
-    def _check_schedule(self, old: Schedule, step: int) -> None:
-        total = self.trainer.max_steps
-        new = self.schedule_config.resolve(total if total > 0 else None)
-        n = first_difference(old, new, self.updates)
-        if n is None:
-            ends = [s.total_steps for s in (old, new) if s.total_steps is not None]
-            change = first_difference(old, new, max([self.updates, *ends]))
+            step = int(checkpoint.get("global_step", self.updates))
             self.rates_change_at = None if change is None else change - self.updates + step
-            return
-        if old.kind == "cosine":
-            remedy = (
-                "a cosine's rates depend on the run's length, so it can be neither extended nor cut: keep kind and length, or "
-                "train with kind: wsd."
-            )
-        elif old.warmup_steps != new.warmup_steps:
-            remedy = (
-                "A warmup given as a share of the run changes with its length: set model.schedule.warmup_steps="
-                f"{old.warmup_steps}."
-            )
-        elif old.decay_start is not None and old.decay_start < self.updates:
-            remedy = f"Its decay began after update {old.decay_start}. " + _last_stable(
-                self.trainer, old.decay_start
-            )
-        else:
-            remedy = "Keep the schedule that the run began with, or lengthen the run: decay cannot begin in the past."
-        raise ValueError(
-            f"This run's schedule disagrees with what the checkpoint's run did: update {n + 1} of {self.updates} used "
-            f"{old(n):.6g} x peak, this schedule ({new.kind}, {new.total_steps} updates) says {new(n):.6g} x peak, and the rates "
-            f"of the past cannot change. {remedy}"
-        )
-
-
-def _last_stable(trainer: pl.Trainer, decay_start: int) -> str:
-    """Say from which checkpoint beside the present one a run can be extended."""
-    path = Path(str(trainer.ckpt_path))
-    folder = path if (path / "manifest.json").is_file() else path.parent
-    found = {
-        int(d.parent.name.split("-")[1]): d.parent
-        for d in folder.parent.glob("step-" + "[0-9]" * 8 + "*/manifest.json")
-    }
-    stable = max((step for step in found if step <= decay_start), default=None)
-    if stable is None:
-        return (
-            "No checkpoint from before it is left, so it cannot be extended: archive some (CheckpointRetention's "
-            "archive_every_n_steps), or cut decays off a trunk with recipes.cooldown."
-        )
-    return f"Extend from the last stable checkpoint: --ckpt_path {found[stable]}, with another --run to keep this one."
 
 
 def _resolve(
@@ -402,16 +364,3 @@ def _resolve(
     if unknown := sorted(overrides.keys() - known):
         raise ValueError(f"overrides {unknown} are no fields of GPTConfig: use {sorted(known)}")
     return replace(config, **(overrides | linked))
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    lines = []
-    for key in sorted(old.keys() & new.keys()):
-        a, b = old[key], new[key]
-        if isinstance(a, dict) and isinstance(b, dict):
-            lines += _differences(a, b, f"{prefix}{key}.")
-        elif a != b and list(a if isinstance(a, (list, tuple)) else [a]) != list(
-            b if isinstance(b, (list, tuple)) else [b]
-        ):
-            lines.append(f"{prefix}{key}: {a} in the checkpoint, {b} now")
-    return lines

@@ -170,6 +170,13 @@ def test_a_fresh_start_over_checkpoints_is_refused(place):
         fit("--ckpt_path", "none")
 
 
+def test_another_architecture_is_refused_with_the_differences(place):
+    fit()
+    with pytest.raises(ValueError, match=r"holds another model \(n_layer: 2 in the checkpoint, 3 now\)"):
+        fit("--model.overrides", "{n_layer: 3}", "--trainer.max_steps", "6")
+    fit("--model.overrides", "{dropout: 0.1}", "--trainer.max_steps", "6")  # how it is trained may change
+
+
 def test_evaluation_without_a_checkpoint_is_an_error(place):
     with pytest.raises(FileNotFoundError, match="No checkpoint"):
         main(["validate", "--config", "small.yaml", "--ckpt_path", "best"])
