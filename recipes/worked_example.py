@@ -1,0 +1,381 @@
+"""One trunk, two cooldowns, and the cosine run of the same tokens: `python -m recipes.worked_example`.
+
+Does a decay cut from a stable trunk end where a cosine run ends? Hagele et al. 2024 (arXiv:2405.18392) find that 20% of
+cooldown with the shape 1 - sqrt does. For each seed this trains, from configs/wsd_vs_cosine.yaml and nothing else,
+
+    trunk               recipes.pretrain, stable rate                        480 updates
+    1-sqrt, linear      recipes.cooldown from the trunk's last checkpoint    120 updates each
+    cosine              recipes.pretrain, model.schedule.kind: cosine        600 updates: the same tokens
+
+and compares the validation losses at the end: per model mean and spread over the seeds, and the difference to cosine seed by
+seed (the same initial weights and data order), with its 95% confidence interval. Writes results.json, table.md and a plot.
+
+It takes 15 to 25 minutes on two idle cores, two runs at a time. Stopped (Ctrl-C, a kill), the same command continues each run
+where it stood. The commands that it runs are printed.
+"""
+
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from recipes.pretrain import run_command
+
+# Quantiles of Student's t for a two-sided 95% interval, by degrees of freedom.
+_T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+SHAPES = ("1-sqrt", "linear")
+
+
+@dataclass
+class Job:
+    """One run of the example.
+
+    Attributes:
+        model: "trunk", a shape, or "cosine".
+        seed: of the weights and of the data order.
+        folder: its run directory.
+        steps: where it ends.
+        first: update before its first one.
+        command: what trains it, and continues it.
+        needs: the job that has to be complete before it begins.
+    """
+
+    model: str
+    seed: int
+    folder: Path
+    steps: int
+    first: int
+    command: list[str]
+    needs: "Job | None" = None
+    process: subprocess.Popen[Any] | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """Model and seed."""
+        return f"{self.model}, seed {self.seed}"
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        """Return the lines of one kind in its journal, the last of each step."""
+        file = self.folder / "journal.jsonl"
+        rows: dict[int, dict[str, Any]] = {}
+        for line in file.read_text().splitlines() if file.is_file() else []:
+            if line.endswith("}") and f'"kind": "{kind}"' in line:
+                row = json.loads(line)
+                rows[row["step"]] = row
+        return [rows[step] for step in sorted(rows)]
+
+    @property
+    def done(self) -> int:
+        """Updates made so far."""
+        rows = self.rows("update")
+        return max(0, rows[-1]["step"] - self.first) if rows else 0
+
+    @property
+    def final_loss(self) -> float | None:
+        """Validation loss of the final weights, None while there is none."""
+        rows = self.rows("validation")
+        return float(rows[-1]["val/loss"]) if rows and rows[-1]["step"] >= self.steps else None
+
+
+def worked_example(
+    config: Path = Path("configs/wsd_vs_cosine.yaml"),
+    seeds: int = 3,
+    cooldown_share: float = 0.2,
+    cosine_final_ratio: float = 0.1,
+    out: Path = Path("runs/wsd_vs_cosine"),
+    jobs: int = 2,
+) -> dict[str, Any]:
+    """Train trunk, cooldowns and cosine for each seed, compare, and write the result.
+
+    Args:
+        config: of the trunk; its max_steps is where the cooldowns are cut.
+        seeds: how many; at least 3 for a spread worth the name.
+        cooldown_share: decay / all updates of a branch.
+        cosine_final_ratio: last rate / peak of the cosine runs (0.1 is the usual one; the cooldowns end at 0).
+        out: folder of all runs, results.json, table.md and wsd_vs_cosine.png.
+        jobs: runs at a time; they share the cores.
+
+    Raises:
+        RuntimeError: a run failed; the message names its log.
+    """
+    if seeds < 2 or not 0 < cooldown_share < 1 or jobs < 1:
+        raise ValueError(
+            f"seeds={seeds} must be at least 2, cooldown_share={cooldown_share} in (0, 1), jobs={jobs} at least 1"
+        )
+    plan = make_jobs(config, seeds, cooldown_share, cosine_final_ratio, out)
+    console = Console()
+    for job in plan[: 2 + len(SHAPES)]:
+        console.print(f"[dim]{job.model}: {shlex.join(['python', *job.command[1:]])}[/dim]", highlight=False)
+    run_jobs(plan, jobs, console)
+    result = compare(plan)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.json").write_text(json.dumps(result, indent=2) + "\n")
+    (out / "table.md").write_text(markdown(result))
+    console.print(table(result))
+    console.print(verdict(result))
+    try:
+        plot(plan, result, out / "wsd_vs_cosine.png")
+        console.print(f"wrote results.json, table.md and wsd_vs_cosine.png to {out}")
+    except ModuleNotFoundError:
+        console.print(
+            f"wrote results.json and table.md to {out}; the plot needs matplotlib: pip install -e '.[report]'"
+        )
+    return result
+
+
+def make_jobs(
+    config: Path, seeds: int, cooldown_share: float, cosine_final_ratio: float, out: Path
+) -> list[Job]:
+    """Return all runs, seed by seed, each trunk before what needs it."""
+    settings = yaml.safe_load(config.read_text())
+    trunk_steps = int(settings["trainer"]["max_steps"])
+    decay = round(trunk_steps * cooldown_share / (1.0 - cooldown_share))
+    total = trunk_steps + decay
+    warmup = settings["model"]["schedule"]["warmup_steps"]
+    found = []
+    for seed in range(seeds):
+
+        def pretrain(name: str, *args: str, seed: int = seed) -> list[str]:
+            return [
+                *(sys.executable, "-m", "recipes.pretrain", "fit", "--config", str(config)),
+                *(
+                    "--runs_dir",
+                    str(out),
+                    "--run",
+                    name,
+                    "--seed_everything",
+                    str(seed),
+                    "--data.seed",
+                    str(seed),
+                ),
+                *("--trainer.enable_progress_bar", "false", "--trainer.logger", _journal(out / name), *args),
+            ]
+
+        trunk = Job("trunk", seed, out / f"trunk-{seed}", trunk_steps, 0, pretrain(f"trunk-{seed}"))
+        schedule = json.dumps({"kind": "cosine", "warmup_steps": warmup, "final_ratio": cosine_final_ratio})
+        cosine = pretrain(f"cosine-{seed}", "--trainer.max_steps", str(total), "--model.schedule", schedule)
+        found += [trunk, Job("cosine", seed, out / f"cosine-{seed}", total, 0, cosine)]
+        for shape in SHAPES:
+            command = [
+                *(
+                    sys.executable,
+                    "-m",
+                    "recipes.cooldown",
+                    "--run",
+                    str(trunk.folder),
+                    "--from",
+                    f"archive:{trunk_steps}",
+                ),
+                *("--decay_steps", str(decay), "--shape", shape),
+            ]
+            folder = out / f"trunk-{seed}-cooldown-{trunk_steps}-{shape}"
+            found.append(Job(shape, seed, folder, total, trunk_steps, command, trunk))
+    return found
+
+
+def _journal(folder: Path) -> str:
+    return json.dumps(
+        [{"class_path": "lit_gpt_loop.journal.JournalLogger", "init_args": {"save_dir": str(folder)}}]
+    )
+
+
+def run_jobs(plan: list[Job], at_once: int, console: Console) -> None:
+    """Run what is not complete, `at_once` at a time, with a progress bar over all updates.
+
+    Raises:
+        RuntimeError: a run failed; the others are stopped.
+    """
+    threads = max(1, (os.cpu_count() or 1) // at_once)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    total = sum(job.steps - job.first for job in plan)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, speed_estimate_period=300.0) as progress:
+        bar = progress.add_task("updates", total=total)
+        try:
+            while any(job.final_loss is None or job.process is not None for job in plan):
+                running = [job for job in plan if job.process is not None]
+                for job in running:
+                    assert job.process is not None
+                    code = job.process.poll()
+                    if code is None:
+                        continue
+                    job.process = None
+                    if code or job.final_loss is None:
+                        raise RuntimeError(f"{job.name} ended with code {code}: see {_log_of(job)}")
+                ready = [
+                    job
+                    for job in plan
+                    if job.process is None
+                    and job.final_loss is None
+                    and (
+                        job.needs is None or (job.needs.final_loss is not None and job.needs.process is None)
+                    )
+                ]
+                # The first store is prepared by one run alone.
+                limit = at_once if any(job.done for job in plan) else 1
+                for job in ready[: max(0, limit - sum(j.process is not None for j in plan))]:
+                    job.folder.parent.mkdir(parents=True, exist_ok=True)
+                    with open(_log_of(job), "a") as log:
+                        job.process = subprocess.Popen(job.command, env=environment, stdout=log, stderr=log)
+                names = "; ".join(job.name for job in plan if job.process is not None)
+                progress.update(bar, completed=sum(job.done for job in plan), description=names or "updates")
+                time.sleep(0.5)
+            progress.update(bar, completed=total, description="updates")
+        finally:
+            for job in plan:
+                if job.process is not None:
+                    job.process.terminate()  # CheckpointRetention saves on SIGTERM
+                    job.process.wait()
+
+
+def _log_of(job: Job) -> Path:
+    return job.folder.with_suffix(".log")
+
+
+# --------------------------------------------------------------------------------------------------------- the result
+
+
+def compare(plan: list[Job]) -> dict[str, Any]:
+    """Return final losses by model and seed, means and spreads, and differences to cosine with their 95% intervals."""
+    losses: dict[str, list[float]] = {}
+    for job in plan:
+        loss = job.final_loss
+        assert loss is not None
+        losses.setdefault(job.model, []).append(loss)
+    result: dict[str, Any] = {
+        "losses": losses,
+        "mean": {model: mean(values) for model, values in losses.items()},
+        "spread": {model: stdev(values) for model, values in losses.items()},
+        "minus_cosine": {},
+    }
+    for shape in SHAPES:
+        differences = [a - b for a, b in zip(losses[shape], losses["cosine"], strict=True)]
+        n = len(differences)
+        half = _T95.get(n - 1, 2.0) * stdev(differences) / math.sqrt(n)
+        result["minus_cosine"][shape] = {"differences": differences, "mean": mean(differences), "ci95": half}
+    return result
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """Say what came out, and no more than the intervals allow."""
+    lines = []
+    for shape, d in result["minus_cosine"].items():
+        text = f"{shape} - cosine = {d['mean']:+.4f} ± {d['ci95']:.4f} nats/token (95%, {len(d['differences'])} seeds)"
+        if abs(d["mean"]) <= d["ci95"]:
+            text += ": no difference that these seeds can show"
+        else:
+            text += ": the cooldown ends " + ("lower" if d["mean"] < 0 else "higher")
+        lines.append(text)
+    return "\n".join(lines)
+
+
+def _table_rows(result: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for model, values in result["losses"].items():
+        d = result["minus_cosine"].get(model)
+        rows.append(
+            [
+                model,
+                " ".join(f"{v:.4f}" for v in values),
+                f"{result['mean'][model]:.4f}",
+                f"{result['spread'][model]:.4f}",
+                f"{d['mean']:+.4f} ± {d['ci95']:.4f}" if d else "",
+            ]
+        )
+    return rows
+
+
+_HEADER = [
+    "model",
+    "validation loss, seed by seed",
+    "mean",
+    "standard deviation",
+    "minus cosine (95% interval)",
+]
+
+
+def table(result: dict[str, Any]) -> Table:
+    """Return the result for a terminal."""
+    found = Table(title="validation loss at the end, nats/token", title_justify="left")
+    for name in _HEADER:
+        found.add_column(name)
+    for row in _table_rows(result):
+        found.add_row(*row)
+    return found
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the result for the README."""
+    lines = [_HEADER, ["---"] * len(_HEADER), *_table_rows(result)]
+    return (
+        "\n".join("| " + " | ".join(row) + " |" for row in lines)
+        + "\n\n"
+        + verdict(result).replace("\n", "  \n")
+        + "\n"
+    )
+
+
+def plot(plan: list[Job], result: dict[str, Any], path: Path) -> None:
+    """Write the validation curves of all seeds and their means.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    colors = {"trunk": "0.5", "cosine": "tab:blue", "1-sqrt": "tab:orange", "linear": "tab:green"}
+    for model, color in colors.items():
+        curves = [
+            {r["step"]: float(r["val/loss"]) for r in job.rows("validation")}
+            for job in plan
+            if job.model == model
+        ]
+        steps = sorted(set.intersection(*(set(c) for c in curves)))
+        for curve in curves:
+            axes.plot(steps, [curve[s] for s in steps], color=color, alpha=0.25, linewidth=0.8)
+        label = f"{model}: {result['mean'][model]:.4f} ± {result['spread'][model]:.4f}"
+        axes.plot(steps, [mean(c[s] for c in curves) for s in steps], color=color, label=label)
+    low = min(result["mean"].values())
+    axes.set(xlabel="update", ylabel="validation loss, nats/token", ylim=(low - 0.05, low + 1.2))
+    axes.legend(title="final mean and standard deviation", fontsize="small")
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def main(args: list[str] | None = None) -> dict[str, Any]:
+    """Run the command line (the process's own arguments by default)."""
+    parser = ArgumentParser(prog="python -m recipes.worked_example", description=__doc__)
+    parser.add_function_arguments(worked_example, as_group=False)
+    return worked_example(**vars(parser.parse_args(args)))
+
+
+if __name__ == "__main__":
+    run_command(main)
