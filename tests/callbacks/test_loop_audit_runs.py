@@ -173,9 +173,10 @@ def test_ranks_that_see_the_same_samples(ranks2, tmp_path):
 
 
 class Diverges(Tiny):
-    """Rank 1 changes one weight by one unit in the last place after update 3."""
+    """Rank 1 changes one weight by one unit in the last place in update 4, after the optimizer's step."""
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
         if self.trainer.global_step == 3 and self.global_rank == 1:
             w = self.head.weight.data
             w[0, 0] = torch.nextafter(w[0, 0], torch.tensor(9.0))
