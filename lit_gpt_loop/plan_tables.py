@@ -8,6 +8,7 @@ from rich.table import Table
 from lit_gpt_loop.budget import CHINCHILLA_TOKENS_PER_PARAM, Proposal, compute_optimal_size
 from lit_gpt_loop.devices import Device
 from lit_gpt_loop.memory import GIB, RESERVED_SHARE
+from lit_gpt_loop.plan_check import Compared
 from lit_gpt_loop.run_plan import RunPlan
 
 
@@ -162,6 +163,19 @@ def _checkpoint_lines(plan: RunPlan) -> list[tuple[str, str]]:
         )
     )
     return lines
+
+
+def comparison_table(compared: list[Compared]) -> Table:
+    """Return what was predicted beside what was measured."""
+    table = Table(title="predicted against measured", title_justify="left")
+    for name in ("", "predicted", "measured", "measured / predicted", ""):
+        table.add_column(name, justify="left" if name == "" else "right")
+    for c in compared:
+        if c.measured is not None:
+            ratio = f"{c.ratio:.3g}" if c.ratio is not None else ""
+            predicted = "" if c.predicted is None else f"{c.predicted:,.6g} {c.unit}"
+            table.add_row(c.name, predicted, f"{c.measured:,.6g} {c.unit}", ratio, c.note)
+    return table
 
 
 def proposals_table(flops: float, proposals: list[Proposal]) -> Table:

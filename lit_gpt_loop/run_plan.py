@@ -131,6 +131,7 @@ class RunPlan:
 
     name: str
     precision: str
+    device_type: str
     strategy: Strategy
     num_devices: int
     parameters: dict[str, int]
@@ -198,6 +199,7 @@ def plan_run(spec: RunSpec) -> RunPlan:
     return RunPlan(
         name=spec.name,
         precision=spec.precision,
+        device_type=spec.device_type,
         strategy=spec.strategy,
         num_devices=spec.num_devices,
         parameters=asdict(counts),

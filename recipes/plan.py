@@ -9,6 +9,7 @@ examples:
   python -m recipes.plan --config configs/llama_1b_fsdp.yaml --devices 64 --gpu h100 --mfu 0.45
   python -m recipes.plan --config configs/gpt2_124m.yaml --trainer.max_steps 50000 --data.micro_batch_size 32
   python -m recipes.plan --budget_gpu_hours 500 --gpu h100      (which preset, how many tokens?)
+  python -m recipes.plan --config runs/mine/config.yaml --gpu a100 --against runs/mine      (predicted and measured)
 
 Values of the configuration can be overridden as for recipes.pretrain: --model.X, --data.X, --trainer.X, --run, --max_tokens.
 """
@@ -24,8 +25,9 @@ from rich.console import Console
 
 from lit_gpt_loop.devices import Device, find_device
 from lit_gpt_loop.memory import GIB
+from lit_gpt_loop.plan_check import compare_plan
 from lit_gpt_loop.plan_config import matmul_dtype, merge, peak_flops_table, read_run_spec
-from lit_gpt_loop.plan_tables import draw_schedule, proposals_table, render
+from lit_gpt_loop.plan_tables import comparison_table, draw_schedule, proposals_table, render
 from lit_gpt_loop.run_plan import RunPlan, plan_run, propose_preset
 
 _OVERRIDES = ("--model.", "--data.", "--trainer.", "--run", "--max_tokens")
@@ -69,6 +71,14 @@ def main(args: list[str] | None = None) -> RunPlan | None:
     )
     plan = plan_run(spec)
     render(console, plan, spec.device, notes)
+    if options.against:
+        file = Path(options.against) / "journal.jsonl"
+        if not file.is_file():
+            raise FileNotFoundError(f"--against takes a run's directory, and there is no {file}")
+        lines = [
+            line for line in file.read_text().splitlines() if line.startswith("{") and line.endswith("}")
+        ]
+        console.print(comparison_table(compare_plan(plan.to_dict(), map(json.loads, lines))))
     if options.out != "none":
         out = Path(options.out or Path(config.get("runs_dir") or "runs") / spec.name / "plan")
         _write(console, plan, out)
@@ -150,6 +160,12 @@ def _parser() -> ArgumentParser:
         type=float | None,
         default=None,
         help="The same for GPU-hours at --mfu of the peak of --gpu.",
+    )
+    add(
+        "--against",
+        type=str | None,
+        default=None,
+        help="A run's directory: also print what its journal measured beside what this plan predicts.",
     )
     add(
         "--out",

@@ -354,16 +354,19 @@ def plot(plan: list[Job], result: dict[str, Any], path: Path) -> None:
     axes = figure.add_subplot()
     colors = {"trunk": "0.5", "cosine": "tab:blue", "1-sqrt": "tab:orange", "linear": "tab:green"}
     for model, color in colors.items():
-        curves = [
-            {r["step"]: float(r["val/loss"]) for r in job.rows("validation")}
-            for job in plan
-            if job.model == model
-        ]
+        curves = []
+        for job in plan:
+            if job.model == model:
+                rows = job.rows("validation")
+                if job.needs is not None:  # begin where the trunk was cut
+                    rows = [r for r in job.needs.rows("validation") if r["step"] == job.first] + rows
+                curves.append({r["step"]: float(r["val/loss"]) for r in rows})
         steps = sorted(set.intersection(*(set(c) for c in curves)))
         for curve in curves:
             axes.plot(steps, [curve[s] for s in steps], color=color, alpha=0.25, linewidth=0.8)
         label = f"{model}: {result['mean'][model]:.4f} ± {result['spread'][model]:.4f}"
         axes.plot(steps, [mean(c[s] for c in curves) for s in steps], color=color, label=label)
+        axes.plot(steps[-1], mean(c[steps[-1]] for c in curves), "o", color=color, markersize=4)
     low = min(result["mean"].values())
     axes.set(xlabel="update", ylabel="validation loss, nats/token", ylim=(low - 0.05, low + 1.2))
     axes.legend(title="final mean and standard deviation", fontsize="small")

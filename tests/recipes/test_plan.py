@@ -11,9 +11,11 @@ import yaml
 from callbacks.checkpoint_retention import CheckpointRetention
 from callbacks.mfu import PEAK_FLOPS
 from lit_gpt_loop.data import TextDataModule
+from lit_gpt_loop.journal import read_journal
 from lit_gpt_loop.memory import plan_memory
 from lit_gpt_loop.model import GPT
 from lit_gpt_loop.module import LitGPT
+from lit_gpt_loop.plan_check import compare_plan
 from lit_gpt_loop.plan_config import (
     DATA,
     DEFAULT_TOKENIZER,
@@ -27,6 +29,7 @@ from lit_gpt_loop.plan_config import (
     read_run_spec,
 )
 from recipes import plan as recipe
+from recipes.pretrain import main as pretrain
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -348,3 +351,58 @@ def test_help_is_for_newcomers():
     assert result.returncode == 0
     for word in ("examples:", "--price_per_gpu_hour", "--node_mtbf_hours", "perf/mfu"):
         assert word in result.stdout
+
+
+def test_predicted_against_measured(config_file, tmp_path, capsys):
+    run_dir = tmp_path / "runs" / "mine"
+    run_dir.mkdir(parents=True)
+    rows = [
+        {
+            "kind": "update",
+            "step": n,
+            "train/tokens": 262_144,
+            "progress/update": n,
+            "progress/tokens": 262_144 * n,
+            "perf/step_s": s,
+        }
+        for n, s in ((1, 9.0), (2, 2.0), (3, 2.0))
+    ]
+    (run_dir / "journal.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"torn')
+    plan, text = run(capsys, "--config", config_file, "--gpu", "h100", "--against", run_dir, "--out", "none")
+    compared = {c.name: c for c in compare_plan(plan.to_dict(), rows)}
+    assert compared["tokens per update"].ratio == 1.0
+    assert compared["updates"].ratio == 3 / 1000
+    assert compared["time per update"].measured == 2.0
+    assert compared["time per update"].ratio == pytest.approx(2.0 / plan.step_s)
+    assert compared["peak memory"].measured is None and compared["peak memory"].ratio is None
+    assert compared["epochs"].predicted is None
+    assert "predicted against measured" in text and "time per update" in text and "peak memory " not in text
+    with pytest.raises(FileNotFoundError, match="--against takes a run's directory"):
+        recipe.main(["--config", str(config_file), "--against", str(tmp_path), "--out", "none"])
+
+
+def test_predictions_hold_in_a_real_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("the robot picks up the red box. " * 400)
+    journal = {"class_path": "lit_gpt_loop.journal.JournalLogger", "init_args": {"save_dir": "runs/real"}}
+    config = {
+        "trainer": {
+            "max_steps": 3, "precision": "32-true", "accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "logger": [journal],
+            "callbacks": [{"class_path": "callbacks.CheckpointRetention", "init_args": {"every_n_steps": 3}}],
+        },
+        "model": {"config": "nanogpt-char", "schedule": {"warmup_steps": 1, "decay_steps": 1}},
+        "data": {"corpus": "text.txt", "tokenizer": "bytes", "context_length": 32, "micro_batch_size": 2, "global_batch_size": 6, "val_split": "tail", "val_fraction": 0.1},
+    }  # fmt: skip
+    (tmp_path / "real.yaml").write_text(yaml.safe_dump(config))
+    pretrain(["fit", "--config", "real.yaml"])
+    plan, _ = run(capsys, "--config", "runs/real/config.yaml", "--out", "none")
+    compared = {c.name: c for c in compare_plan(plan.to_dict(), read_journal("runs/real"))}
+    for name in ("tokens per update", "updates", "tokens"):
+        assert compared[name].ratio == 1.0, name
+    assert compared["epochs"].ratio == pytest.approx(
+        1.0, rel=0.01
+    )  # what is left over at the end of the corpus
+    assert compared["checkpoint"].ratio == pytest.approx(1.0, rel=0.1)
+    # The configuration that a run writes down plans as the one it was started with.
+    again, _ = run(capsys, "--config", "real.yaml", "--out", "none")
+    assert again.to_dict() == plan.to_dict() | {"name": "real"}
