@@ -1025,7 +1025,10 @@ class CheckpointRetention(Checkpoint):
             return
         self._settle(None, wait=True)
         name = signal.Signals(number).name
-        rank_zero_info(f"Leaving at update {self._last_step} on {name}, saved. Exit code {128 + number}.")
+        newest = (
+            "" if self._last_saved <= 0 else f" the newest checkpoint is that of update {self._last_saved};"
+        )
+        rank_zero_info(f"Leaving at update {self._last_step} on {name};{newest} exit code {128 + number}.")
         if self._world_size > 1:
             dist.barrier(group=self._group)  # gloo aborts when one rank leaves while another still talks
         raise SystemExit(128 + number)

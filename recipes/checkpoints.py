@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -75,9 +76,14 @@ def restart_column(manifest: dict[str, Any]) -> str:
 
 def ls(folder: Path, check_hashes: bool = False) -> tuple[Table, list[str]]:
     """Return (the table, what is damaged)."""
-    table = Table(title=str(folder))
-    for name in ("step", "roles", "metric", "size", "saved", "files", "restart"):
-        table.add_column(name, justify="right" if name in ("step", "metric", "size") else "left")
+    saved = list_saved(folder)
+    metrics = {((read_manifest(folder / s.name) or {}).get("metric") or {}).get("name") for s in saved} - {
+        None
+    }
+    table = Table(title=str(folder), box=box.SIMPLE_HEAD)
+    metric = next(iter(metrics)) if len(metrics) == 1 else "metric"
+    for name in ("step", "roles", metric, "size", "saved", "files", "restart"):
+        table.add_column(name, justify="right" if name in ("step", metric, "size") else "left", no_wrap=True)
     damaged: list[str] = []
     for saved_of_run in by_run(folder).values():
         roles, _ = decide(saved_of_run, policy_of(folder, saved_of_run))
@@ -85,13 +91,13 @@ def ls(folder: Path, check_hashes: bool = False) -> tuple[Table, list[str]]:
             manifest = read_manifest(folder / s.name) or {}
             problem = find_damage(folder / s.name, hashes=check_hashes)
             damaged += [problem] if problem else []
-            whole = "hashes match" if check_hashes else "sizes match"
+            whole = "hashes ok" if check_hashes else "sizes ok"
             table.add_row(
                 str(s.step),
                 ", ".join(role for role, kept in roles.items() if s in kept) or "-",
-                "-" if s.metric is None else f"{(manifest['metric'])['name']} {s.metric:.5g}",
+                "-" if s.metric is None else f"{s.metric:.5g}",
                 _size(s.num_bytes),
-                str(manifest.get("created", ""))[:19].replace("T", " "),
+                str(manifest.get("created", ""))[5:16].replace("T", " "),
                 "[red]DAMAGED[/red]" if problem else whole,
                 restart_column(manifest),
             )
@@ -170,7 +176,7 @@ def main(args: list[str] | None = None) -> int:
         commands.add_subcommand(name, sub)
     options = parser.parse_args(args)
     chosen = options[options.subcommand]
-    console = Console(highlight=False)
+    console = Console(width=max(Console().width, 100), highlight=False)  # no cut columns in logs and pipes
     folder = checkpoint_dir(chosen.run, chosen.runs_dir)
     if options.subcommand == "prune":
         gone = prune(folder, chosen.keep_latest, chosen.keep_best, chosen.dry_run)
