@@ -33,16 +33,14 @@ def steps(folder):
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"stock": True},
-        {"stock": True, "accumulate": 2, "validate": 2, "async_save": True},
-        {"accumulate": 2, "validate": 3, "workers": 2},
-        {"validate": 1, "async_save": True},
-    ],
-    ids=[
-        "stock",
-        "stock-accumulate-validate-async",
-        "ours-accumulate-validate-workers",
-        "ours-validate-async",
+        pytest.param({"stock": True}, id="stock"),
+        pytest.param({"accumulate": 2, "validate": 3, "workers": 2}, id="ours-accumulate-validate-workers"),
+        pytest.param(
+            {"stock": True, "accumulate": 2, "validate": 2, "async_save": True},
+            id="stock-accumulate-validate-async",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"validate": 1, "async_save": True}, id="ours-validate-async", marks=pytest.mark.slow),
     ],
 )
 def test_c26_stop_at_any_update_and_continue_bit_for_bit(tmp_path, kwargs):
@@ -458,8 +456,19 @@ def test_c37_leftovers_of_killed_processes_are_ignored_and_cleaned(tmp_path):
 
 
 @pytest.mark.case("C53")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-@pytest.mark.parametrize("when", ["window", "validation", "save", "start"])
+@pytest.mark.parametrize(
+    ("number", "when"),
+    [
+        (signal.SIGTERM, "window"),
+        (signal.SIGUSR1, "validation"),
+        (signal.SIGTERM, "save"),
+        (signal.SIGINT, "start"),
+        pytest.param(signal.SIGINT, "window", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "save", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "validation", marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, "start", marks=pytest.mark.slow),
+    ],
+)
 def test_c53_a_signal_saves_once_at_the_next_boundary_and_exits(tmp_path, number, when):
     whole, whole_trainer, _ = fit(tmp_path / "w", 6, accumulate=2, validate=3)
     handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}

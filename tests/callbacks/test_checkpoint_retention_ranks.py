@@ -33,8 +33,15 @@ def bitwise(folder, strategy, async_save):
 
 
 @pytest.mark.case("C26")
-@pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize(
+    ("strategy", "async_save"),
+    [
+        ("fsdp2", True),
+        pytest.param("ddp", False, marks=pytest.mark.slow),
+        pytest.param("ddp", True, marks=pytest.mark.slow),
+        pytest.param("fsdp2", False, marks=pytest.mark.slow),
+    ],
+)
 def test_c26_two_ranks_stop_and_continue_bit_for_bit(ranks2, tmp_path, strategy, async_save):
     (steps, losses), (_, losses_1) = ranks2.run(bitwise, tmp_path, strategy, async_save)
     assert set(steps) >= {4, 5} and len(steps) <= 3
@@ -127,10 +134,16 @@ def signalled(folder, strategy, number, when, async_save):
 
 
 @pytest.mark.case("C53")
-@pytest.mark.parametrize("when", ["window", "validation", "save"])
 @pytest.mark.parametrize(
-    ("strategy", "number", "async_save"),
-    [("ddp", signal.SIGTERM, False), ("fsdp2", signal.SIGUSR1, True), ("fsdp2", signal.SIGTERM, False)],
+    ("strategy", "number", "async_save", "when"),
+    [
+        ("ddp", signal.SIGTERM, False, "window"),
+        ("fsdp2", signal.SIGUSR1, True, "save"),
+        ("fsdp2", signal.SIGTERM, False, "validation"),
+        pytest.param("fsdp2", signal.SIGUSR1, True, "window", marks=pytest.mark.slow),
+        pytest.param("ddp", signal.SIGTERM, True, "save", marks=pytest.mark.slow),
+        pytest.param("ddp", signal.SIGINT, False, "validation", marks=pytest.mark.slow),
+    ],
 )
 def test_c53_a_signal_to_one_rank_ends_both_together(ranks2, tmp_path, strategy, number, when, async_save):
     for code, is_given_back in ranks2.run(

@@ -35,7 +35,7 @@ def runs(tmp_path, monkeypatch):
 def test_ls_shows_steps_roles_metric_size_and_whether_it_is_whole(runs, capsys):
     assert main(["ls", "--run", "mine", "--runs_dir", str(runs)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    header = next(line for line in lines if "roles" in line)
+    header = next(line for line in lines if "restart" in line)
     rows = [line for line in lines if "sizes ok" in line]
     assert header.split() == ["step", "roles", "val/loss", "size", "saved", "files", "restart"]
     assert len(rows) == 4
