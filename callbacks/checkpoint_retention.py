@@ -41,6 +41,7 @@ loading that draws from the global RNG of the main process cannot be continued: 
 
 import bisect
 import contextlib
+import copy
 import hashlib
 import io
 import json
@@ -132,6 +133,7 @@ class Saved:
     archived: bool = False
     is_verified: bool = False
     num_bytes: int = 0
+    created: str = ""
 
 
 def decide(saved: Iterable[Saved], policy: Policy) -> tuple[dict[str, list[Saved]], list[Saved]]:
@@ -307,6 +309,7 @@ def _as_saved(name: str, manifest: dict[str, Any], monitor: str | None = None) -
         archived=bool(manifest.get("archived")),
         is_verified=verified.get("promise") in ("exact", "tolerance", "samples"),
         num_bytes=sum(f["bytes"] for f in manifest["files"].values()),
+        created=str(manifest.get("created", "")),
     )
 
 
@@ -354,7 +357,10 @@ def find_damage(folder: Path, *, hashes: bool = True, from_disk: bool = False) -
             )
     if not hashes:
         return None
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool, _progress(manifest) as advance:
+    with (
+        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
+        _progress(manifest, not from_disk) as advance,
+    ):
         found = {n: pool.submit(_hash_file, folder / n, from_disk) for n in manifest["files"]}
         for name, file in manifest["files"].items():
             try:
@@ -367,20 +373,24 @@ def find_damage(folder: Path, *, hashes: bool = True, from_disk: bool = False) -
 
 
 @contextlib.contextmanager
-def _progress(manifest: dict[str, Any]) -> Any:
+def _progress(manifest: dict[str, Any], is_shown: bool) -> Iterator[Callable[[int], Any]]:
+    """A bar for what takes long, unless it goes on behind another one."""
     total = sum(f["bytes"] for f in manifest["files"].values())
-    if total < 1 << 30:
+    bar: Any = None
+    if is_shown and total >= 1 << 30:
+        with contextlib.suppress(Exception):  # no rich, or a bar is up already
+            from rich.progress import Progress
+
+            bar = Progress(transient=True)
+            bar.start()
+    if bar is None:
         yield lambda _: None
         return
+    task = bar.add_task(f"checking step {manifest['step']}", total=total)
     try:
-        from rich.progress import Progress
-    except ImportError:
-        rank_zero_info(f"Checking the hashes of {total / 2**30:.1f} GiB ...")
-        yield lambda _: None
-        return
-    with Progress(transient=True) as bar:
-        task = bar.add_task(f"checking step {manifest['step']}", total=total)
         yield lambda n: bar.advance(task, n)
+    finally:
+        bar.stop()
 
 
 def _state_of(folder: Path) -> Path:
@@ -546,11 +556,11 @@ class HostCopy:
         """Return the copy; tensors that share memory share it in the copy. Good until the next call."""
         used: dict[Any, torch.Tensor] = {}
         devices: set[torch.device] = set()
-        copy = self._copy(state, used, devices, ())
+        copied = self._copy(state, used, devices, ())
         for device in devices:
             torch.get_device_module(device).synchronize(device)
         self._buffers = used
-        return copy
+        return copied
 
     def _copy(self, x: Any, used: dict[Any, torch.Tensor], devices: set[torch.device], path: Any) -> Any:
         if isinstance(x, torch.Tensor):
@@ -575,10 +585,13 @@ class HostCopy:
             used[key] = used[shared] = buffer
             return buffer
         if isinstance(x, dict):
-            return type(x)((k, self._copy(v, used, devices, (*path, k))) for k, v in x.items())
-        if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
-            return type(x)(self._copy(v, used, devices, (*path, i)) for i, v in enumerate(x))
-        return pickle.loads(pickle.dumps(x)) if isinstance(x, (np.ndarray, set)) else x
+            same_kind = copy.copy(x)
+            same_kind.update({k: self._copy(v, used, devices, (*path, k)) for k, v in x.items()})
+            return same_kind
+        if isinstance(x, (list, tuple)):
+            items = [self._copy(v, used, devices, (*path, i)) for i, v in enumerate(x)]
+            return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+        return copy.deepcopy(x)
 
 
 class _Recorder(CheckpointIO):
@@ -891,7 +904,7 @@ class CheckpointRetention(Checkpoint):
         if trainer.is_global_zero and self._dir.is_dir():
             self._warn_about_missing()
             self._apply_policy()
-        self._leave_if_signalled(self._max(self._signal)[0])
+        self._leave_if_signalled(trainer, self._max(self._signal)[0])
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """After a resume at the end of an epoch: the RNG that the first shuffle of the next one draws from."""
@@ -953,14 +966,12 @@ class CheckpointRetention(Checkpoint):
         reasons += ["exit"] if self.save_on_exit and _ends(trainer) else []
         # Whether a validation follows is not public. Lightning decides it by this call right after this hook.
         loop = trainer.fit_loop
-        if loop.epoch_loop._should_check_val_fx(loop._data_fetcher):  # type: ignore[arg-type]
-            self._pending = reasons
-        else:
-            self._at_boundary(trainer, reasons, None)
+        follows = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # type: ignore[arg-type]
+        self._at_boundary(trainer, reasons, None, validation_follows=follows)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Judge the weights that were just validated."""
-        if not self._is_active or trainer.sanity_checking or self._last_step < 0:
+        if not self._is_active or trainer.sanity_checking or self._loaded:  # loaded: nothing was trained yet
             return
         if self._micro_batches:
             self._warn_once(
@@ -1004,26 +1015,32 @@ class CheckpointRetention(Checkpoint):
         mine = [s for s in self._mine() if s.step != self._last_step]
         return any(s is new for s in decide([*mine, new], self.policy)[0]["best"])
 
-    def _at_boundary(self, trainer: pl.Trainer, reasons: list[str], metric: float | None) -> None:
-        """Agree with the other ranks, save if there is reason to, leave if a signal came."""
+    def _at_boundary(
+        self, trainer: pl.Trainer, reasons: list[str], metric: float | None, validation_follows: bool = False
+    ) -> None:
+        """Agree with the other ranks; save if there is reason to and no validation to come; leave if a signal came."""
         self._pending = None
         waited = time.monotonic() - self._last_save_time
         by_time = bool(
             self.every_n_minutes and trainer.is_global_zero and waited >= 60 * self.every_n_minutes
         )
-        number, by_time_, unfinished = self._max(self._signal, by_time, self._unfinished())
+        number, is_due, has_best, unfinished, validation_follows_ = self._max(
+            self._signal, bool(reasons) or by_time, "best" in reasons, self._unfinished(), validation_follows
+        )
         if not unfinished:
             self._settle(trainer)
-        is_due = bool(reasons or by_time_ or (number and self.save_on_exit))
-        is_new = self._last_tried != trainer.global_step or "best" in reasons
-        if is_due and is_new:
+        if validation_follows_:
+            self._pending = ["due"] if is_due else []
+            return
+        is_new = self._last_tried != trainer.global_step or has_best
+        if (is_due or (number and self.save_on_exit)) and is_new:
             self._save(trainer, metric)
-        self._leave_if_signalled(number)
+        self._leave_if_signalled(trainer, number)
 
-    def _leave_if_signalled(self, number: int) -> None:
+    def _leave_if_signalled(self, trainer: pl.Trainer, number: int) -> None:
         if not number:
             return
-        self._settle(None, wait=True)
+        self._settle(trainer, wait=True)
         name = signal.Signals(number).name
         newest = (
             "" if self._last_saved <= 0 else f" the newest checkpoint is that of update {self._last_saved};"
@@ -1254,7 +1271,7 @@ class CheckpointRetention(Checkpoint):
         present = read_manifest(self._dir / name)
         if (self._dir / name).exists() and (present is None or present.get("run") != self._run):
             name = f"{name}-{self._run[:6]}"  # another run's, or nothing we know: never touched
-        old = self._dir / f".old-{name}"
+        old = self._dir / f".old-{name}.{socket.gethostname()}.{os.getpid()}"
         if (self._dir / name).exists():
             os.rename(self._dir / name, old)
         os.rename(job.folder, self._dir / name)
@@ -1419,12 +1436,7 @@ class CheckpointRetention(Checkpoint):
             if wanted == "auto":
                 return None
             raise FileNotFoundError(f"No checkpoint in {directory}.")
-        # Of several runs in one folder, the one that saved last.
-        last = (
-            max(found, key=lambda f: _created(directory, f[0], f[1]))[0]
-            if len({s.run for s, _ in found}) > 1
-            else found[0][0]
-        )
+        last = max((s for s, _ in found), key=lambda s: s.created)  # of several runs the one that saved last
         mine = [(s, where) for s, where in found if s.run == last.run]
         ordered = _candidates([s for s, _ in mine], "latest" if wanted == "auto" else wanted, directory)
         if not ordered:
@@ -1455,11 +1467,6 @@ def _candidates(saved: list[Saved], wanted: str, directory: Path) -> list[Saved]
         return decide(saved, Policy(None, policy["mode"], policy["min_delta"], len(saved)))[0]["best"]
     step = int(wanted.split(":")[1])
     return [s for s in newest_first if s.step == step]
-
-
-def _created(directory: Path, s: Saved, where: str) -> str:
-    manifest = None if where else read_manifest(directory / s.name)
-    return str((manifest or {}).get("created", ""))
 
 
 def _names(directory: Path) -> list[str]:
@@ -1508,13 +1515,16 @@ def _prepare(directory: Path) -> str | None:
 def _clean(directory: Path) -> None:
     """Delete what killed processes left half done; put a checkpoint back that was being replaced."""
     for name in os.listdir(directory):
-        match = re.fullmatch(r"\.(?:tmp|trash)-(?:step-|index).*\.(?:(\S+)\.)?(\d+)", name)
-        if match and _is_dead(directory / name, match[1] or socket.gethostname(), int(match[2])):
-            path = directory / name
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-        elif name.startswith(".old-step-"):
-            final = directory / name.removeprefix(".old-")
-            shutil.rmtree(directory / name) if final.exists() else os.rename(directory / name, final)
+        match = re.fullmatch(r"\.(tmp|trash|old)-((?:step-|index).*?)(?:\.([^/]+))?\.(\d+)", name)
+        if match is None or not _is_dead(directory / name, match[3] or socket.gethostname(), int(match[4])):
+            continue
+        path, final = directory / name, directory / match[2]
+        if match[1] == "old" and not final.exists():
+            os.rename(path, final)
+        elif path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _is_dead(path: Path, host: str, pid: int) -> bool:

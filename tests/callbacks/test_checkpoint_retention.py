@@ -99,6 +99,17 @@ def test_an_archived_one_stays_when_the_policy_no_longer_archives():
     assert steps_of(decide(saved, Policy(keep_latest=1))[1]) == [1, 3, 4]
 
 
+def test_one_that_was_no_improvement_does_not_become_best_when_the_best_before_it_is_pruned():
+    entered = [
+        Saved(step=2, metric=0.95, order=2, improved=False, archived=True),
+        Saved(step=3, metric=0.89, order=3, improved=True),
+    ]
+    assert steps_of(decide(entered, Policy(min_delta=0.1))[0]["best"]) == [3]
+    assert steps_of(decide(entered[:1], Policy(min_delta=0.1))[0]["best"]) == [
+        2
+    ]  # deleted by hand: what is left
+
+
 def test_latest_is_what_was_saved_last_also_after_going_back_to_an_older_one():
     saved = [Saved(step=s, order=i) for i, s in enumerate([10, 20, 30, 12])]
     assert steps_of(decide(saved, Policy(keep_latest=2))[0]["latest"]) == [12, 30]

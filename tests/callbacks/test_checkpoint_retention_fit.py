@@ -446,12 +446,13 @@ def test_c37_leftovers_of_killed_processes_are_ignored_and_cleaned(tmp_path):
     kept = [f".tmp-step-00000009.{host}.1", ".tmp-step-00000009.otherhost.77", ".hidden"]
     for name in dead + kept:
         (tmp_path / name).mkdir()
-    (tmp_path / ".old-step-00000001").mkdir()  # was being replaced, the new one is in place
-    os.rename(tmp_path / "step-00000002", tmp_path / ".old-step-00000002")  # killed between two renames
+    old = f".old-step-0000000{{}}.{host}.999999999"
+    (tmp_path / old.format(1)).mkdir()  # was being replaced, the new one is in place
+    os.rename(tmp_path / "step-00000002", tmp_path / old.format(2))  # killed between two renames
     assert resolve(tmp_path, "latest").parent.name == "step-00000001"
     fit(tmp_path, 3, every_n_steps=1, ckpt_path=resolve(tmp_path, "step:1"))
     names = set(os.listdir(tmp_path))
-    assert set(kept) <= names and not set(dead) & names and ".old-step-00000001" not in names
+    assert set(kept) <= names and not set(dead) & names and not [n for n in names if n.startswith(".old")]
     assert steps(tmp_path) == [2, 3]
 
 
