@@ -967,8 +967,15 @@ class RestartEquivalence(pl.Callback):
             finally:
                 self._saving_to = None
 
+        own_save = trainer.__dict__.get("save_checkpoint")
+
+        def restore() -> None:
+            trainer.__dict__.pop("save_checkpoint", None)
+            if own_save is not None:
+                trainer.save_checkpoint = own_save  # type: ignore[method-assign]
+
         trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
-        self._undo_fit.append(lambda: trainer.__dict__.pop("save_checkpoint", None))
+        self._undo_fit.append(restore)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

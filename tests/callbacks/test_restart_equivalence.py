@@ -316,6 +316,49 @@ def test_no_false_alarm_when_compiled(tmp_path):
     assert uncompiled["verdict"] == "tolerance"
 
 
+def test_manual_optimization_with_two_optimizers(tmp_path):
+    class Manual(Net):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                loss = super().training_step(batch, batch_idx)
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net[0].parameters(), 0.1, momentum=0.9), torch.optim.AdamW(
+                self.net[3:].parameters()
+            )
+
+    torch.manual_seed(1)
+    options = {"loader": plain_loader(n=400)}
+    run(
+        tmp_path,
+        16,
+        callbacks=[RestartEquivalence(), KeepRng(), saving(tmp_path, 6)],
+        module=Manual(),
+        **options,
+    )
+    checkpoint = next((tmp_path / "c").glob("step=6.ckpt"))
+    trace = json.loads(re.trace_file_of(checkpoint).read_text())
+    assert "optimizer1.net.3.weight.exp_avg" in trace["snapshot"]["optimizer"]
+    assert len(trace["updates"][0]["gradient"]) == 6
+    report = resume(checkpoint, tmp_path, module=Manual(), keep=(KeepRng,), updates=16, **options)
+    assert {d["component"] for d in report["differences"]} <= {
+        "samples",
+        "loss",
+        "gradient",
+        "parameters after",
+        "optimizer after",
+    }
+    assert first(report)["component"] == "samples"  # C17 again; what was loaded holds
+
+
 def test_stock_callbacks_with_state_raise_no_alarm(tmp_path):
     def callbacks():
         stopping = EarlyStopping("loss", patience=100, check_on_train_epoch_end=True)

@@ -84,6 +84,18 @@ def test_negation_scaling_rotation_and_reversal_show():
     assert len({*digests, re.tensor_digest(x)}) == len(others)
 
 
+def test_swapping_rows_and_blocks_of_bytes_shows():
+    x = torch.randn(3 * 1024 * 1024)  # three blocks of 1,024 rows of 4,096 bytes
+    rows, blocks = x.view(-1, 1024), x.view(3, -1)
+    digests = {re.tensor_digest(x)}
+    for i, j in ((0, 1), (5, 1000), (1023, 1024), (7, 2050)):
+        order = torch.arange(len(rows))
+        order[i], order[j] = j, i
+        digests.add(re.tensor_digest(rows[order].flatten()))
+    digests.add(re.tensor_digest(blocks[[1, 0, 2]].flatten()))
+    assert len(digests) == 6
+
+
 @given(shapes, st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
 def test_reshape_and_dtype_of_the_same_bits_show(shape, seed):
