@@ -622,7 +622,6 @@ class _Job:
     blocked_s: float = 0.0
     started: float = field(default_factory=time.perf_counter)
     future: Future[Any] | None = None
-    is_committed: bool = False
 
 
 # ---- the callback ----------------------------------------------------------------------------------------------------
@@ -679,7 +678,12 @@ class CheckpointRetention(Checkpoint):
             ("min_delta", min_delta, "0 or more", not 0 <= min_delta < math.inf),
             ("keep_best", keep_best, "0 or more", keep_best < 0),
             ("keep_latest", keep_latest, "1 or more, a run has to be able to continue", keep_latest < 1),
-            ("archive_every_n_steps", archive, "1 or more", isinstance(archive, int) and archive < 1),
+            (
+                "archive_every_n_steps",
+                archive,
+                "1 or more, or a list of such",
+                any(n < 1 for n in ([archive] if isinstance(archive, int) else archive or [])),
+            ),
             (
                 "verify",
                 verify,

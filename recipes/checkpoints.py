@@ -81,7 +81,7 @@ def ls(folder: Path, check_hashes: bool = False) -> tuple[Table, list[str]]:
         None
     }
     table = Table(title=str(folder), box=box.SIMPLE_HEAD)
-    metric = next(iter(metrics)) if len(metrics) == 1 else "metric"
+    metric = str(next(iter(metrics))) if len(metrics) == 1 else "metric"
     for name in ("step", "roles", metric, "size", "saved", "files", "restart"):
         table.add_column(name, justify="right" if name in ("step", metric, "size") else "left", no_wrap=True)
     damaged: list[str] = []
