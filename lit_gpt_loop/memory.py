@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from lit_gpt_loop.activations import Activations, LossBuffers, Sizes, precision_bytes
+from lit_gpt_loop.activations import Activations, LossBuffers, Sizes, has_chunked_loss, precision_bytes
 from lit_gpt_loop.config import GPTConfig
 
 Strategy = Literal["single", "ddp", "fsdp", "fsdp2", "hybrid"]
@@ -199,6 +199,8 @@ def plan_memory(
                 moment="backward",
             )
         )
+    # A tied head's gradient and the embedding's are added: in place, but not if the first is a transposed product of logits.
+    sums = 2 if size.head == 0 and not has_chunked_loss(config, micro_batch) else 1
     root_rest = (size.root - size.vocabulary * (2 if size.head else 1)) * param
     moments.append(
         MemoryPlan(
@@ -206,7 +208,7 @@ def plan_memory(
             gradients=standing + L * size.block * param * kept_share + (0.0 if standing else root_rest),
             activations=acts.root_input,
             logits=head_grad,
-            temporaries=acts.residual + size.vocabulary * param,
+            temporaries=acts.residual + size.vocabulary * param * sums,
             moment="embedding",
         )
     )

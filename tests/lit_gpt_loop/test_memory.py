@@ -115,7 +115,7 @@ def test_peak_on_one_device_within_a_tenth_of_what_runs(
     config = GPTConfig.preset(preset, **overrides)
     measured = measured_peak(config, micro_batch, precision, accumulation)
     planned = plan_memory(config, micro_batch, None, precision, accumulation, "cpu")
-    assert planned.peak == pytest.approx(measured, rel=0.1), planned
+    assert planned.peak == pytest.approx(measured, rel=0.03), planned  # promised: 10%
 
 
 @pytest.mark.slow
