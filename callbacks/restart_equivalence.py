@@ -255,11 +255,15 @@ def tree_digest(tree: Mapping[str, Sequence[Any]]) -> str:
 
 @dataclass(frozen=True)
 class Shard:
-    """Where a local tensor lies in the whole one: `first` in the flattened whole; `counts` False on further replicas."""
+    """Where a local tensor lies in the whole one: `first` in the flattened whole, of shape `shape`.
+
+    `replica` is the lowest rank of the mesh or group that holds a whole, None where a part is there a second time. Of
+    several wholes the one with the lowest rank counts.
+    """
 
     shape: tuple[int, ...]
     first: int
-    counts: bool = True
+    replica: int | None = 0
 
 
 def fsdp1_shards(module: torch.nn.Module) -> dict[int, Shard]:
@@ -279,11 +283,10 @@ def fsdp1_shards(module: torch.nn.Module) -> dict[int, Shard]:
             raise RuntimeError(
                 "RestartEquivalence needs FSDP's original parameters: use FSDPStrategy(use_orig_params=True), the default."
             )
-        # Hybrid sharding holds several replicas; the one with the first global ranks counts.
-        counts = 0 in dist.get_process_group_ranks(handle.process_group)
+        replica = min(dist.get_process_group_ranks(handle.process_group))  # hybrid sharding holds several
         for p, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
             if handle.uses_sharded_strategy:
-                shards[id(p)] = Shard(tuple(shape), info.intra_param_start_idx or 0, counts)
+                shards[id(p)] = Shard(tuple(shape), info.intra_param_start_idx or 0, replica)
     return shards
 
 
@@ -304,7 +307,9 @@ def local_part(tensor: Tensor, shard: Shard | None) -> tuple[Tensor, Shard | Non
 
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     coordinates = mesh.get_coordinate() or []
-    counts = all(c == 0 for c, p in zip(coordinates, placements, strict=True) if not p.is_shard())
+    is_first = all(c == 0 for c, p in zip(coordinates, placements, strict=True) if not p.is_shard())
+    # A mesh may be a slice of a larger one, whose other slices hold the same.
+    replica = int(mesh.mesh.min()) if is_first else None
     shape = tuple(tensor.shape)
     if local.numel() and local.shape[1:] != tensor.shape[1:]:  # zeros weigh nothing: pad to whole rows
         pad = [
@@ -313,7 +318,7 @@ def local_part(tensor: Tensor, shard: Shard | None) -> tuple[Tensor, Shard | Non
             for n in (o, w - o - m)
         ]
         local = torch.nn.functional.pad(local, pad)
-    return local, Shard(shape, offsets[0] * math.prod(shape[1:]), counts)
+    return local, Shard(shape, offsets[0] * math.prod(shape[1:]), replica)
 
 
 def _clean(name: str) -> str:
@@ -375,14 +380,14 @@ def optimizer_leaves(
 
 @torch.no_grad()
 def measure_all(found: Iterable[Leaf]) -> dict[str, list[Any]]:
-    """Return name -> [sum, squared norm, dtype, shape, is sharded, counts] of this rank's parts."""
+    """Return name -> [sum, squared norm, dtype, shape, is sharded, replica] of this rank's parts."""
     parts: dict[str, list[Any]] = {}
     results: list[tuple[Tensor, Tensor]] = []
     for name, tensor, shard in found:
         local, shard = local_part(tensor, shard)
         results.append(measure(local, shard.first if shard else 0))
         shape = list(shard.shape if shard else local.shape)
-        parts[name] = [0, 0.0, str(local.dtype), shape, shard is not None, shard is None or shard.counts]
+        parts[name] = [0, 0.0, str(local.dtype), shape, shard is not None, shard.replica if shard else 0]
     for device in {s.device for s, _ in results}:  # one wait for each device
         here = [i for i, (s, _) in enumerate(results) if s.device == device]
         sums = torch.stack([results[i][0] for i in here]).tolist()
@@ -399,7 +404,11 @@ def merge(by_rank: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
     for name in {n: None for parts in by_rank for n in parts}:
         parts = [p[name] for p in by_rank if name in p]
         _, _, dtype, shape, is_sharded, _ = parts[0]
-        parts = [p for p in parts if p[5]] if is_sharded else parts[:1]
+        if is_sharded:
+            first = min(p[5] for p in parts if p[5] is not None)
+            parts = [p for p in parts if p[5] == first]
+        else:
+            parts = parts[:1]
         digest = finish_digest(sum(p[0] for p in parts), dtype, shape)
         tree[name] = [digest, math.sqrt(sum(p[1] for p in parts))]
     return tree

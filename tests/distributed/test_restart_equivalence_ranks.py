@@ -19,7 +19,12 @@ from tests.callbacks.restart_modules import KeepRng, Net, run
 def _strategy(kind):
     from lit_gpt_loop.strategies import DDP, FSDP, FSDP2
 
-    return {"ddp": DDP, "fsdp": FSDP, "fsdp2": FSDP2}[kind]()
+    ours = {"ddp": DDP, "fsdp": FSDP, "fsdp2": FSDP2}
+    return (
+        ours[kind]()
+        if kind in ours
+        else {"stock ddp": "ddp", "stock fsdp2": ModelParallelStrategy(2, 1)}[kind]
+    )
 
 
 class Uneven(Net):
@@ -66,7 +71,7 @@ def _digests_of_dtensors():
                 tree["t"][1],
                 float(x.norm()),
             )
-    mesh2 = init_device_mesh("cpu", (2, 1))
+    mesh2 = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
     x = torch.randn(9, 4)
     for placements in ([Replicate(), Shard(0)], [Shard(1), Replicate()], [Shard(0), Shard(1)]):
         t = distribute_tensor(x.clone(), mesh2, placements)
@@ -74,6 +79,11 @@ def _digests_of_dtensors():
         dist.all_gather_object(gathered, re.measure_all([("t", t, None)]))
         tree = re.merge(gathered)
         found[f"2-D {placements}"] = (tree["t"][0] == re.tensor_digest(x), tree["t"][1], float(x.norm()))
+    slice_of_mesh = distribute_tensor(x.clone(), mesh2["shards"], [Shard(0)])  # each rank holds a whole
+    gathered = _gathered()
+    dist.all_gather_object(gathered, re.measure_all([("t", slice_of_mesh, None)]))
+    tree = re.merge(gathered)
+    found["slice of a mesh"] = (tree["t"][0] == re.tensor_digest(x), tree["t"][1], float(x.norm()))
     return found
 
 
@@ -117,7 +127,7 @@ def _check_restart(ranks2, tmp_path, kind, **options):
         assert r["report"]["updates_compared"] == options["traced"]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp2", "stock ddp", "stock fsdp2"])
 def test_an_exact_restart_on_two_ranks_and_one_ranks_lost_rng(ranks2, tmp_path, kind):
     _check_restart(ranks2, tmp_path, kind, updates=6, traced=2, save=3)
     trace = json.loads((tmp_path / "saved.ckpt.trace.json").read_text())
@@ -168,6 +178,22 @@ def test_fsdp1_still_says_which_part_of_a_parameter_a_rank_holds(ranks2, tmp_pat
     whole = ranks2.run(_fsdp1_digests)
     for same in whole:
         assert same and all(same.values()), same
+
+
+def test_fsdp1_without_original_parameters_is_refused(ranks2):
+    for message in ranks2.run(_fsdp1_flat):
+        assert "use_orig_params=True" in message
+
+
+def _fsdp1_flat():
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    wrapped = FSDP(nn.Linear(5, 7), device_id=torch.device("cpu"), use_orig_params=False)
+    try:
+        list(re.model_leaves(wrapped))
+    except RuntimeError as e:
+        return str(e)
+    return "nothing raised"
 
 
 def _fsdp1_digests():
