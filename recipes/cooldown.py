@@ -35,7 +35,7 @@ from lit_gpt_loop.checkpoint_files import open_checkpoint
 from lit_gpt_loop.cli import PretrainCLI
 from lit_gpt_loop.journal import RunWandbLogger
 from lit_gpt_loop.schedules import Schedule
-from recipes.pretrain import newest_config, resolve, run_command
+from recipes.pretrain import newest_config, quiet, resolve, run_command
 
 BRANCH_FILE, CONFIG_FILE, LOCK_FILE = "branch.json", "cooldown.yaml", "branch.lock"
 _DECIDED = (
@@ -46,6 +46,7 @@ _WAIT_S = 120.0
 
 def main(args: list[str] | None = None) -> PretrainCLI:
     """Run the command line (the process's own arguments by default)."""
+    quiet()
     own, overrides = split_arguments(sys.argv[1:] if args is None else args)
     options = _parser().parse_args(own)
     run_dir = find_run(options.run)
@@ -60,7 +61,7 @@ def main(args: list[str] | None = None) -> PretrainCLI:
     os.environ.update(environment)
     if lock is not None:
         print(
-            f"branch: {branch_dir}, {'continued; it was' if is_begun else ''} cut from {request.parent_run} at update "
+            f"branch: {branch_dir}, {'continued; it was ' if is_begun else ''}cut from {request.parent_run} at update "
             f"{branch.parent_step:,}: {request.shape} decay over {branch.decay_steps:,} updates to {request.final_ratio:g} x peak"
         )
     try:

@@ -57,8 +57,8 @@ def newest_config(run_dir: Path) -> Path:
     return configs[-1]
 
 
-def main(args: list[str] | None = None) -> PretrainCLI:
-    """Run the command line (the process's own arguments by default)."""
+def quiet() -> None:
+    """Leave out warnings that tell a user of these commands nothing."""
     warnings.filterwarnings(
         "ignore", message=r".*isinstance\(treespec, LeafSpec\).*"
     )  # Lightning 2.6 on torch 2.13
@@ -68,6 +68,11 @@ def main(args: list[str] | None = None) -> PretrainCLI:
     warnings.filterwarnings(
         "ignore", message=r".*args parameter is intended to run from within Python.*"
     )  # other recipes do
+
+
+def main(args: list[str] | None = None) -> PretrainCLI:
+    """Run the command line (the process's own arguments by default)."""
+    quiet()
     return PretrainCLI(resolve, args=args, parser_kwargs={"description": __doc__})
 
 
