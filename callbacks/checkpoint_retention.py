@@ -187,6 +187,7 @@ class HashingFile(io.RawIOBase):
             {(s.data_ptr(), s.nbytes()) for s in (t.untyped_storage() for t in lasting if t.is_cpu)}
         )
         self._starts, self._ends = [start for start, _ in memory], [start + n for start, n in memory]
+        self._small = bytearray()  # pickles come in pieces of a few bytes
         self.num_bytes = 0
         self.error: OSError | None = None  # torch.save covers it with one of its own
 
@@ -195,7 +196,8 @@ class HashingFile(io.RawIOBase):
         return True
 
     def fileno(self) -> int:
-        """Return the descriptor."""
+        """Return the descriptor, everything written to it."""
+        self._drain()
         return self._fd
 
     def tell(self) -> int:
@@ -205,8 +207,22 @@ class HashingFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Write all of `data`; the buffer is free again on return unless it is of a lasting tensor."""
         view = memoryview(data).cast("B")
+        self.num_bytes += len(view)
         if len(view) < 1 << 16:
-            view = memoryview(bytes(view))
+            self._small += view
+            if len(self._small) > 1 << 20:
+                self._drain()
+        else:
+            self._drain()
+            self._put(view, waits=not self._lasts(view))
+        return len(view)
+
+    def _drain(self) -> None:
+        if self._small:
+            small, self._small = bytes(self._small), bytearray()
+            self._put(memoryview(small), waits=False)
+
+    def _put(self, view: memoryview, waits: bool) -> None:
         hashed = self._pool.submit(self._sha.update, view)
         done = 0
         try:
@@ -216,10 +232,8 @@ class HashingFile(io.RawIOBase):
             self.error = self.error or e
             raise
         finally:
-            if len(view) >= 1 << 16 and not self._lasts(view):
+            if waits:
                 hashed.result()
-        self.num_bytes += done
-        return done
 
     def _lasts(self, view: memoryview) -> bool:
         address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
@@ -230,6 +244,7 @@ class HashingFile(io.RawIOBase):
         """Flush to the disk, wait for the hash and close."""
         if not self.closed:
             try:
+                self._drain()
                 os.fsync(self._fd)
             except OSError as e:
                 self.error = self.error or e
@@ -264,19 +279,21 @@ def _fsync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Replace a JSON file atomically."""
+def write_json(path: Path, content: Any, is_flushed: bool = True) -> None:
+    """Replace a JSON file atomically, by default flushed to the disk on return."""
     temporary = path.with_name(f".tmp-{path.name}.{os.getpid()}")
     try:
         with open(temporary, "w") as f:
             json.dump(content, f, indent=1)
             f.flush()
-            os.fsync(f.fileno())
+            if is_flushed:
+                os.fsync(f.fileno())
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    _fsync_folder(path.parent)
+    if is_flushed:
+        _fsync_folder(path.parent)
 
 
 def manifest_hash(manifest: dict[str, Any]) -> str:
@@ -1261,7 +1278,7 @@ class CheckpointRetention(Checkpoint):
         return {"error": error, "refused": is_refused}
 
     def _publish(self, job: _Job, files: dict[str, Any]) -> str:
-        for path in {job.folder, *(p for p in job.folder.rglob("*") if p.is_dir())}:
+        for path in (p for p in job.folder.rglob("*") if p.is_dir()):
             _fsync_folder(path)
         mine = [s for s in self._mine() if s.step != job.step]
         manifest = {**job.manifest, "files": files, "order": 1 + max([s.order for s in mine], default=0)}
@@ -1293,7 +1310,7 @@ class CheckpointRetention(Checkpoint):
         with contextlib.suppress(OSError, ValueError):
             if json.loads((self._dir / "index.json").read_bytes()) == content:
                 return
-        write_json(self._dir / "index.json", content)
+        write_json(self._dir / "index.json", content, is_flushed=False)  # the manifests can rebuild it
 
     def _tail(self, name: str) -> None:
         """What follows a commit, in the background: read back, then prune, then copy."""

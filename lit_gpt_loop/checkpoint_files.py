@@ -278,6 +278,7 @@ class _HashingFile(io.RawIOBase):
             {(s.data_ptr(), s.nbytes()) for s in (t.untyped_storage() for t in lasting if t.is_cpu)}
         )
         self._starts, self._ends = [start for start, _ in memory], [start + n for start, n in memory]
+        self._small = bytearray()  # pickles come in pieces of a few bytes
         self.num_bytes = 0
         self.error: OSError | None = None  # torch.save covers it with one of its own
 
@@ -285,6 +286,7 @@ class _HashingFile(io.RawIOBase):
         return True
 
     def fileno(self) -> int:
+        self._drain()
         return self._fd
 
     def tell(self) -> int:
@@ -292,8 +294,22 @@ class _HashingFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
+        self.num_bytes += len(view)
         if len(view) < 1 << 16:
-            view = memoryview(bytes(view))
+            self._small += view
+            if len(self._small) > 1 << 20:
+                self._drain()
+        else:
+            self._drain()
+            self._put(view, waits=not self._lasts(view))
+        return len(view)
+
+    def _drain(self) -> None:
+        if self._small:
+            small, self._small = bytes(self._small), bytearray()
+            self._put(memoryview(small), waits=False)
+
+    def _put(self, view: memoryview, waits: bool) -> None:
         hashed = self._pool.submit(self._sha.update, view)
         done = 0
         try:
@@ -303,10 +319,8 @@ class _HashingFile(io.RawIOBase):
             self.error = self.error or e
             raise
         finally:
-            if len(view) >= 1 << 16 and not self._lasts(view):
+            if waits:
                 hashed.result()
-        self.num_bytes += done
-        return done
 
     def _lasts(self, view: memoryview) -> bool:
         address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
@@ -315,9 +329,12 @@ class _HashingFile(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            self._pool.shutdown()
-            os.close(self._fd)
-            super().close()
+            try:
+                self._drain()
+            finally:
+                self._pool.shutdown()
+                os.close(self._fd)
+                super().close()
 
     @property
     def record(self) -> dict[str, Any]:
