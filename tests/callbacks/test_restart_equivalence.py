@@ -472,17 +472,25 @@ def test_traces_of_pruned_checkpoints_go_with_them(tmp_path):
     assert {p.name for p in (tmp_path / "c").iterdir()} <= {"step=12.ckpt", "step=9.ckpt.trace.json"}
 
 
-def test_a_save_in_the_middle_of_a_window_is_found(tmp_path):
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_save_in_the_middle_of_a_window_is_found(tmp_path, is_traced):
     class SaveMidWindow(pl.Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 3 and is_traced:  # a boundary: the window is then recorded for this one, too
+                trainer.save_checkpoint(tmp_path / "early.ckpt")
             if batch_idx == 6:
                 trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+    def micro_batches(name):
+        trace = json.loads((tmp_path / f"{name}.ckpt.trace.json").read_text())
+        return [len(u["ranks"][0]["micro_batches"]) for u in trace["updates"]]
 
     torch.manual_seed(1)
     options = {"accumulate_grad_batches": 4, "loader": plain_loader(n=400), "module": None}
     run(tmp_path, 4, callbacks=[RestartEquivalence(), KeepRng(), SaveMidWindow()], **options)
-    trace = json.loads((tmp_path / "mid.ckpt.trace.json").read_text())
-    assert [len(u["ranks"][0]["micro_batches"]) for u in trace["updates"]] == [1, 4]
+    assert micro_batches("mid") == [1, 4]  # what a resume from there would train
+    if is_traced:
+        assert micro_batches("early") == [4, 4]
 
 
 # -- promises ----------------------------------------------------------------------------------------------------------
