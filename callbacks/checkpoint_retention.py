@@ -69,9 +69,13 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+# Through `pl`, so that the import above is the one line that a pytorch_lightning project changes.
+Checkpoint = pl.callbacks.Checkpoint
+AsyncCheckpointIO = pl.plugins.AsyncCheckpointIO
+CheckpointIO = pl.plugins.CheckpointIO
+TorchCheckpointIO = pl.plugins.TorchCheckpointIO
+rank_zero_info, rank_zero_warn = pl.utilities.rank_zero_info, pl.utilities.rank_zero_warn
 
 SCHEMA = 1
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

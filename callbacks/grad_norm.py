@@ -42,7 +42,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -241,7 +240,9 @@ class GradNormMonitor(pl.Callback):
                 self._consecutive += 1
                 self.counts.nonfinite += 1
                 self._fault = self._describe_fault(trainer, with_grad)
-                rank_zero_warn(f"Update {update} is skipped: its gradient is not finite. {self._fault}")
+                pl.utilities.rank_zero_warn(
+                    f"Update {update} is skipped: its gradient is not finite. {self._fault}"
+                )
             self._skip(trainer, optimizer, parameters)
         else:
             norm = math.sqrt(total)

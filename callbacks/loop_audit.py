@@ -51,8 +51,6 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
@@ -408,7 +406,7 @@ class LoopAudit(pl.Callback):
             if len(self.violations) < _MAX_KEPT:
                 self.violations.append(v)
             if self.on_violation == "warn" and is_first:
-                rank_zero_warn(f"{v} (later violations of this check are only counted)")
+                pl.utilities.rank_zero_warn(f"{v} (later violations of this check are only counted)")
         if queue and self.on_violation == "raise":
             others = sorted({v.check for v in queue} - {queue[0].check})
             raise LoopViolation(str(queue[0]) + (f" Also: {', '.join(others)}." if others else ""))
@@ -917,7 +915,7 @@ class LoopAudit(pl.Callback):
         is_batched = getattr(loader, "batch_sampler", None) is not None
         if self._lookup_of is not dataset:
             self._lookup = {}
-            with isolate_rng():
+            with pl.utilities.seed.isolate_rng():
                 for i in range(len(dataset)):
                     for h in hash_rows(collate([dataset[i]] if is_batched else dataset[i])).tolist():
                         self._lookup[h] = self._lookup.get(h, 0) + 1

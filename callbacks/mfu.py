@@ -59,7 +59,6 @@ from typing import Any
 import fsspec
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 IGNORE_INDEX = -100
@@ -419,7 +418,7 @@ class MFUMonitor(pl.Callback):
             self._recomputed = float(getattr(pl_module, "recomputed_flops_per_token", 0.0))
         elif not self._warned:
             self._warned = True
-            rank_zero_warn(
+            pl.utilities.rank_zero_warn(
                 f"MFUMonitor: no peak FLOP/s known for device {name!r} at precision {trainer.precision!r}, so perf/mfu and "
                 "perf/hfu are left out. Pass MFUMonitor(peak_flops=<dense FLOP/s of one device>), or peak_flops='measure'."
             )

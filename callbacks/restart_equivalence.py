@@ -64,9 +64,11 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+
+# Through `pl`, so that the import above is the one line that a pytorch_lightning project changes.
+Checkpoint = pl.callbacks.Checkpoint
+rank_zero_info, rank_zero_warn = pl.utilities.rank_zero_info, pl.utilities.rank_zero_warn
 
 SCHEMA = 1
 PROMISES = ("exact", "tolerance", "samples")  # strongest first

@@ -48,7 +48,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 
@@ -336,7 +335,7 @@ class TokenWeightedLoss(pl.Callback):
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 parameter.grad = None  # no optimizer touches a parameter without a gradient, nor its moments
             self.empty_updates += 1
-            rank_zero_warn(
+            pl.utilities.rank_zero_warn(
                 f"Update {trainer.global_step + 1} holds no token that counts and was skipped ({self.empty_updates} so "
                 "far). Check the masks of the data, or ignore_index / count_tokens of TokenWeightedLoss."
             )

@@ -82,6 +82,7 @@ def test_a_callback_stands_alone(file):
 def test_a_pytorch_lightning_project_flips_one_line(file):
     lines = [i for i in file.read_text().splitlines() if i.strip() == "import lightning.pytorch as pl"]
     assert len(lines) == 1
+    assert [name for _, name in imports(file) if "lightning" in name] == ["lightning.pytorch"]
 
 
 @pytest.mark.parametrize("file", files("callbacks"), ids=lambda p: p.stem)

@@ -1,14 +1,20 @@
 """Run in a process of its own: each callback file, copied alone to an empty folder, trains an unrelated LightningModule.
 
-Usage: python standalone_fit.py FOLDER_OF_CALLBACKS EMPTY_FOLDER
+Usage: python standalone_fit.py FOLDER_OF_CALLBACKS EMPTY_FOLDER [pytorch_lightning]
+
+With the third argument the one line of each copy that names Lightning is flipped, and module and Trainer come from that
+package; Lightning's other name is then as good as not installed.
 """
 
+import importlib
 import importlib.util
-import shutil
 import sys
 from pathlib import Path
 
-FORBIDDEN = ("lit_gpt_loop", "callbacks", "recipes")
+PACKAGE = sys.argv[3] if len(sys.argv) > 3 else "lightning.pytorch"
+OTHER = {"lightning.pytorch": "pytorch_lightning", "pytorch_lightning": "lightning"}[PACKAGE]
+FORBIDDEN = ("lit_gpt_loop", "callbacks", "recipes", OTHER)
+LINE = "import lightning.pytorch as pl\n"
 
 
 class Forbid:
@@ -21,11 +27,12 @@ class Forbid:
 
 sys.meta_path.insert(0, Forbid())
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+
+pl = importlib.import_module(PACKAGE)
 
 
 class Unrelated(pl.LightningModule):
@@ -69,7 +76,9 @@ def main(source, empty):
             continue
         home = Path(empty) / file.stem
         home.mkdir()
-        shutil.copy(file, home)
+        text = file.read_text()
+        assert text.count(LINE) == 1
+        (home / file.name).write_text(text.replace(LINE, f"import {PACKAGE} as pl\n"))
         spec = importlib.util.spec_from_file_location(f"alone_{file.stem}", home / file.name)
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
@@ -94,4 +103,4 @@ def main(source, empty):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:3])
