@@ -13,16 +13,18 @@ What it adds to LightningCLI, and why:
 - **Precision.** Not given means bf16 where the hardware is fast at it, chosen with one printed line.
 """
 
+import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import BasePredictionWriter, Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from lit_gpt_loop.checkpoint_files import open_checkpoint
 from lit_gpt_loop.data import TextDataModule
@@ -50,8 +52,10 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 class PretrainCLI(LightningCLI):
     """See the module docstring. Built and run by `recipes.pretrain`."""
 
-    def __init__(self, resolve: Resolve, **kwargs: Any) -> None:
-        self._resolve = resolve
+    def __init__(
+        self, resolve: Resolve, default_callbacks: Callable[[], list[pl.Callback]] = list, **kwargs: Any
+    ) -> None:
+        self._resolve, self._default_callbacks = resolve, default_callbacks
         super().__init__(
             LitGPT,
             TextDataModule,
@@ -119,7 +123,9 @@ class PretrainCLI(LightningCLI):
         if config.max_tokens is not None:
             kwargs["max_steps"] = self._steps_for(config.max_tokens)
             trainer.max_steps = kwargs["max_steps"]
-        callbacks = self._get(self.config_init, "trainer")["callbacks"] or []
+        callbacks = self._get(self.config_init, "trainer")["callbacks"]
+        if callbacks is None:
+            callbacks = self._default_callbacks()
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         if (
             not any(isinstance(c, ProgressBar) for c in callbacks)
@@ -128,6 +134,8 @@ class PretrainCLI(LightningCLI):
             callbacks = [*callbacks, UpdateProgressBar()]
         if self.subcommand == "fit":
             callbacks = [*callbacks, _KeepTokenizer()]
+        if self.subcommand == "predict":
+            callbacks = [*callbacks, _WritePredictions("batch")]
         kwargs["callbacks"] = callbacks
         kwargs["default_root_dir"] = str(self.run_dir)
         if trainer.enable_checkpointing is None:  # Lightning would add a ModelCheckpoint of its own
@@ -169,13 +177,20 @@ class PretrainCLI(LightningCLI):
                 f"--ckpt_path none asks for a fresh start, but {self.run_dir} holds checkpoints ({found}): "
                 "choose another --run, or leave --ckpt_path out to continue"
             )
-        if path is not None:  # here as well as in LitGPT: strategies read tensors before the module sees the checkpoint
+        if (
+            path is not None
+        ):  # here as well as in LitGPT: strategies read tensors before the module sees the checkpoint
             _, rest = open_checkpoint(path)
             check_architecture(rest.get("hyper_parameters", {}).get("config", {}), model.hparams["config"])
         accumulate, sequences = self._batch(trainer.world_size)
         if isinstance(trainer.val_check_interval, int):
             trainer.val_check_interval *= accumulate  # Lightning counts micro-batches
-        self._write_config()
+        self._config_path = self._write_config()
+        if not trainer.checkpoint_callbacks:
+            rank_zero_warn(
+                "No callback of this run saves checkpoints: its weights will be lost at the end. Add callbacks.CheckpointRetention "
+                "to trainer.callbacks, or leave trainer.callbacks out for the default ones."
+            )
         rank_zero_info(f"run: {self.run_dir}" + (f", continuing from {path}" if path else ""))
         rank_zero_info(
             f"batch: {sequences} sequences x {datamodule.context_length} tokens = "
@@ -215,13 +230,18 @@ class PretrainCLI(LightningCLI):
             if key in val
         ]
         print(f"\nupdate {self.model.updates:,}, {self.model.tokens:,} tokens: " + ", ".join(parts))
-        print(f"run directory: {self.run_dir}  (config.yaml, journal.jsonl, checkpoints/)")
+        files = sorted(p.name + "/" * p.is_dir() for p in self.run_dir.iterdir())
+        print(f"run directory: {self.run_dir}  ({', '.join(files)})")
+        if not (self.run_dir / "checkpoints").is_dir():
+            return
         print("next:")
-        print(f"  python -m recipes.sample --run {self.run_dir} --prompt 'Once upon a time'")
-        print(f"  python -m recipes.evaluate --run {self.run_dir} --checkpoint best")
-        print(
-            f"  python -m recipes.pretrain fit --config {self.run_dir / 'config.yaml'} --trainer.max_steps N   (more updates)"
-        )
+        print(f"  {_python()} -m recipes.sample --run {self.run_dir} --prompt 'Once upon a time'")
+        print(f"  {_python()} -m recipes.evaluate --run {self.run_dir} --checkpoint best")
+        schedule = self.model.schedule
+        if schedule is not None and schedule.decay_start is None:  # past a decay there is nothing to extend
+            print(
+                f"  {_python()} -m recipes.pretrain fit --config {self._config_path} --trainer.max_steps N   (more updates)"
+            )
 
     def _evaluate(
         self, verb: str, model: LitGPT, datamodule: TextDataModule, ckpt_path: Any, **kwargs: Any
@@ -244,6 +264,8 @@ class PretrainCLI(LightningCLI):
 
     def test(self, model: LitGPT, datamodule: TextDataModule, ckpt_path: Any = None, **kwargs: Any) -> Any:
         """Evaluate a checkpoint (default: the run's latest) on the test set."""
+        if datamodule.spec.test_fraction == 0:
+            rank_zero_info("data.test_fraction is 0: the test set is the validation set")
         return self._evaluate("test", model, datamodule, ckpt_path, verbose=kwargs.get("verbose", True))
 
     def predict(self, model: LitGPT, datamodule: TextDataModule, ckpt_path: Any = None, **kwargs: Any) -> Any:
@@ -255,20 +277,23 @@ class PretrainCLI(LightningCLI):
             return None
         return self._resolve(str(spec), self.run_dir)
 
-    @rank_zero_only
-    def _write_config(self) -> None:
-        """Write what this command ran with, linked values included, beside what earlier commands ran with."""
+    def _write_config(self) -> Path:
+        """Write what this command ran with, linked values included, beside what earlier commands ran with; return the file."""
         config = self.config[self.subcommand].clone()
         config.pop("config", None)
+        if config.max_tokens is not None:
+            config.max_tokens = None  # max_steps holds it now; both would be two budgets
         for key in ("vocab_size", "eot_id"):  # linked at instantiation; parsing left them null
             config.model[key] = getattr(self.datamodule, key)
         text = self._parser(self.subcommand).dump(config, skip_unset=False, skip_link_targets=False)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         number, path = 1, self.run_dir / "config.yaml"
         while path.exists():
             number += 1
             path = self.run_dir / f"config-{number}.yaml"
-        path.write_text(text)
+        if self.trainer.is_global_zero:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return path
 
 
 class _KeepTokenizer(pl.Callback):
@@ -279,6 +304,44 @@ class _KeepTokenizer(pl.Callback):
         path = Path(trainer.default_root_dir) / TOKENIZER_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         trainer.datamodule.tokenizer.save(path)  # type: ignore[attr-defined]
+
+
+class _WritePredictions(BasePredictionWriter):
+    """Write what `predict` computes to `predictions.jsonl` in the run's directory, one line per sequence."""
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        suffix = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
+        self.path = Path(trainer.default_root_dir) / f"predictions{suffix}.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("")
+
+    def write_on_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        prediction: Any,
+        batch_indices: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        keys = ("sample_ids", "loss_sum", "num_tokens")
+        with open(self.path, "a", encoding="utf-8") as f:
+            for sample_id, loss_sum, num_tokens in zip(*(prediction[k].tolist() for k in keys), strict=True):
+                if sample_id >= 0:  # -1 fills up a batch
+                    f.write(
+                        json.dumps({"sample_id": sample_id, "loss_sum": loss_sum, "num_tokens": num_tokens})
+                        + "\n"
+                    )
+
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        rank_zero_info(f"wrote {self.path}: sum of losses (nats) and number of targets of each sequence")
+
+
+def _python() -> str:
+    """Return how the user calls this Python: relative where it lies below the working directory."""
+    executable = Path(sys.executable)
+    return str(executable.relative_to(Path.cwd())) if executable.is_relative_to(Path.cwd()) else "python"
 
 
 def choose_precision(accelerator: Any) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Step 1 of 8: documents, from wherever they are.
+"""Step 1 of 10: documents, from wherever they are.
 
 **corpus** -> tokenizer -> token store -> sample order -> DataModule -> GPT -> LitGPT -> Trainer
 

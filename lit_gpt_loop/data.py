@@ -1,4 +1,4 @@
-"""Step 6 of 8: the DataModule that ties corpus, tokenizer, store, order and loaders together.
+"""Step 5 of 10, as a whole: the DataModule that ties corpus, tokenizer, store, order and loaders together.
 
 corpus -> tokenizer -> token store -> sample order -> blocks -> **DataModule** -> GPT -> LitGPT -> Trainer
 

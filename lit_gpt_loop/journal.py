@@ -1,4 +1,4 @@
-"""Loggers of a run (step 7 of 8: Trainer + callbacks -> *journal, W&B* -> report).
+"""Loggers of a run (step 9 of 10: Trainer + callbacks -> *journal, W&B* -> report).
 
 `JournalLogger` writes `journal.jsonl`: one JSON object per line, one line per update, per validation and per save,
 flushed at once, so that it can be read after a kill. `RunWandbLogger` sends the same lines to Weights & Biases.
@@ -185,7 +185,7 @@ class RunWandbLogger(WandbLogger):
         if "settings" not in kwargs:
             import wandb  # here, as in Lightning's own: half a second that a journal-only run need not pay
 
-            kwargs["settings"] = wandb.Settings(console="off", x_disable_stats=offline)
+            kwargs["settings"] = wandb.Settings(console="off", x_disable_stats=offline, init_timeout=300)
         super().__init__(
             save_dir=str(save_dir), offline=offline, project=project, id=self._stored_id(), **kwargs
         )

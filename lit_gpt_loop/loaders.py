@@ -1,4 +1,4 @@
-"""Step 5 of 8, second half: torch DataLoaders over blocks, for one rank.
+"""Step 5 of 10, second half: torch DataLoaders over blocks, for one rank.
 
 Workers are given positions and answer with batches; torch returns these in the order in which they were asked for, whatever
 the number of workers. Nothing here keeps a position: `TrainLoader` asks where to start when its first batch is wanted, so

@@ -1,4 +1,4 @@
-"""The network: one decoder-only transformer for GPT-2 style and Llama style (step 6 of 9: batches in, token losses out).
+"""The network: one decoder-only transformer for GPT-2 style and Llama style (step 6 of 10: batches in, token losses out).
 
     tokens (B, T) -> embedding (+ learned positions) -> blocks -> norm -> head -> logits (B, T, V) or loss
 

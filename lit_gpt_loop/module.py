@@ -1,4 +1,4 @@
-"""LitGPT: the network with its loss, evaluation, optimizer and schedule (step 6 of 8: GPT -> *LitGPT* -> Trainer).
+"""LitGPT: the network with its loss, evaluation, optimizer and schedule (step 7 of 10: GPT -> *LitGPT* -> Trainer).
 
 Users think in updates (optimizer steps), Lightning's hooks see micro-batches. Everything here that counts, logs or schedules
 does so at an update's last micro-batch, and only for updates that happened: one that the fp16 scaler skipped, or whose gradient
@@ -21,7 +21,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.nn import functional as F
@@ -138,6 +138,21 @@ class LitGPT(pl.LightningModule):
         self._has_weigher = False
 
     # ------------------------------------------------------------------ network
+
+    def setup(self, stage: str) -> None:
+        """Check that the data fits the network, before anything is computed.
+
+        Raises:
+            ValueError: tokens or rows of the datamodule that the network does not have room for.
+        """
+        data = getattr(self.trainer, "datamodule", None)
+        for name, what in (("vocab_size", "tokens"), ("context_length", "tokens per row")):
+            theirs, ours = getattr(data, name, None), getattr(self.config, name)
+            if theirs is not None and theirs > ours:
+                raise ValueError(
+                    f"the data has {theirs} {what}, the model's {name} is {ours}: build LitGPT with {name}={theirs} "
+                    f"(the command line links it), or prepare data with fewer"
+                )
 
     def configure_model(self) -> None:
         """Shard under FSDP2, materialise a network built on the meta device, compile."""
@@ -293,8 +308,16 @@ class LitGPT(pl.LightningModule):
         metric.reset()
         data = getattr(self.trainer, "datamodule", None)
         bytes_per_token = getattr(data, f"{prefix}_bytes_per_token", None)
+        evaluation = getattr(data, f"{prefix}_evaluation", None)
         if "loss" in values and bytes_per_token:
-            values["bits_per_byte"] = values["loss"] / math.log(2) / bytes_per_token
+            if evaluation is None or evaluation.tokens == values["tokens"]:
+                values["bits_per_byte"] = values["loss"] / math.log(2) / bytes_per_token
+            elif not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+                rank_zero_warn(
+                    f"{prefix}/bits_per_byte is left out: {values['tokens']} of the set's {evaluation.tokens} tokens were "
+                    f"evaluated, and the bytes behind them are not known. Use data.limit_{prefix}_blocks instead of "
+                    f"trainer.limit_{prefix}_batches."
+                )
         metrics = {f"{prefix}/{key}": value for key, value in values.items()} | self.progress()
         # float64 tensors: Lightning turns plain numbers into fp32, which cannot count tokens past 2^24.
         self.log_dict({key: torch.tensor(value, dtype=torch.float64) for key, value in metrics.items()})
@@ -356,6 +379,12 @@ class LitGPT(pl.LightningModule):
 def _resolve(
     config: GPTConfig | dict[str, Any] | str, overrides: dict[str, Any], linked: dict[str, Any]
 ) -> GPTConfig:
+    for name in overrides.keys() & linked.keys():
+        if overrides[name] != linked[name]:
+            raise ValueError(
+                f"overrides say {name}={overrides[name]}, but the module is given {name}={linked[name]}: it has one value; on the "
+                f"command line set data.{name}, from which the model's is linked"
+            )
     if isinstance(config, str):
         return GPTConfig.preset(config, **(overrides | linked))
     if isinstance(config, dict):

@@ -1,4 +1,4 @@
-"""Step 5 of 8, first half: the token store as training samples.
+"""Step 5 of 10, first half: the token store as training samples.
 
 corpus -> tokenizer -> token store -> sample order -> **blocks** -> DataModule -> GPT -> LitGPT -> Trainer
 

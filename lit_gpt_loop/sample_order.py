@@ -1,4 +1,4 @@
-"""Step 4 of 8: which block does the n-th training sample read, and who reads it?
+"""Step 4 of 10: which block does the n-th training sample read, and who reads it?
 
 corpus -> tokenizer -> token store -> **sample order** -> DataModule -> GPT -> LitGPT -> Trainer
 

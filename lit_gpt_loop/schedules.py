@@ -13,7 +13,8 @@ bit for bit, because warmup and the stable phase never look at the length of the
               0    warmup_steps     total_steps - decay_steps   total_steps
 
 Consequences of counting from n + 1: the first rate applied is above 0, the update number `warmup_steps` (counted from 1)
-is the first at peak, the first decayed update is below peak and the last update of the run uses exactly `final_ratio`.
+is the first at peak, the first decayed update is below peak and the last update of the run uses exactly `final_ratio`; with
+`final_ratio` 0 that last update changes nothing.
 
 Sources: warmup-stable-decay, Hu et al. 2024 (MiniCPM, arXiv:2404.06395); decay shapes and the 1-sqrt cooldown, Hagele et
 al. 2024 (arXiv:2405.18392); cosine, Loshchilov and Hutter 2017 (arXiv:1608.03983), floor of peak / 10, Hoffmann et al. 2022.
@@ -131,6 +132,16 @@ class ScheduleConfig:
                     "or decay_steps: 0 for a trunk without an end"
                 )
         _no_overlap(warmup, decay, total_steps)
+        if (
+            total_steps is not None
+            and warmup == 0
+            and decay == total_steps
+            and final == 0
+            and total_steps == 1
+        ):
+            raise ValueError(
+                "a run of one update that decays to 0 trains nothing: set decay_steps: 0 or a final_ratio above 0"
+            )
         shape: DecayShape = "cosine" if self.kind == "cosine" else self.decay_shape
         return Schedule(self.kind, warmup, decay, total_steps, shape, final)
 
@@ -154,7 +165,7 @@ def _steps(name: str, value: int | float, total_steps: int | None) -> int:
                 f"{name}={value} is a share of the run, whose length is not known: set trainer.max_steps or max_tokens, "
                 "or give updates"
             )
-        return max(1, round(value * total_steps))
+        return round(value * total_steps)
     if value != int(value):
         raise ValueError(
             f"{name}={value} must be a whole number of updates, or below 1 for a share of the run"

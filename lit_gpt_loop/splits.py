@@ -1,4 +1,4 @@
-"""Step 5 of 8, between blocks and loaders: the samples of the three splits of a store, and their numbers."""
+"""Step 5 of 10, between blocks and loaders: the samples of the three splits of a store, and their numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

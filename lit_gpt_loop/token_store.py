@@ -1,4 +1,4 @@
-"""Step 3 of 8: all tokens of a corpus as one flat stream on disk, read through memory maps.
+"""Step 3 of 10: all tokens of a corpus as one flat stream on disk, read through memory maps.
 
 corpus -> tokenizer -> **token store** -> sample order -> DataModule -> GPT -> LitGPT -> Trainer
 

@@ -1,4 +1,4 @@
-"""Step 2 of 8: text to integers and back.
+"""Step 2 of 10: text to integers and back.
 
 corpus -> **tokenizer** -> token store -> sample order -> DataModule -> GPT -> LitGPT -> Trainer
 

@@ -1,4 +1,4 @@
-"""Step 2 of 8, continued: the tokenizer that a word names, made from a corpus where it has to be."""
+"""Step 2 of 10, continued: the tokenizer that a word names, made from a corpus where it has to be."""
 
 from collections.abc import Iterator
 

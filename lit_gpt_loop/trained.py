@@ -1,4 +1,4 @@
-"""A trained model read back from its run directory, for sampling, evaluation and export (after step 8)."""
+"""A trained model read back from its run directory, for sampling, evaluation and export (step 10 of 10)."""
 
 from dataclasses import dataclass
 from pathlib import Path

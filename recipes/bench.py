@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 Precision = Literal["fp32", "bf16"]
-# FACTS-like shapes: 10.65 M parameters, and a tenth of it.
+# 10.65 M parameters (nanoGPT's character model), and a tenth of it.
 SHAPES: dict[str, dict[str, int]] = {
     "10m": {"layers": 6, "heads": 6, "width": 384, "context": 256, "batch": 12, "vocab_size": 65},
     "1m": {"layers": 6, "heads": 2, "width": 120, "context": 256, "batch": 12, "vocab_size": 65},
@@ -260,7 +260,7 @@ def callbacks(
 
 
 def _peak_gib(target: Callable[..., None], arguments: tuple[Any, ...], updates: int) -> float:
-    """Return the peak resident memory in GiB of a process after some updates, less what it held after its imports."""
+    """Return the peak resident memory in GiB of a whole process, libraries included, after some updates."""
     context = mp.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_contestant, args=(there, 2, target, arguments), daemon=True)
@@ -338,11 +338,36 @@ def startup(config: str = "configs/quickstart.yaml", repeats: int = 3) -> None:
     )
 
 
+def checkpoints(num_bytes: int = 500_000_000, turns: int = 7) -> None:
+    """Saving and listing: a synchronous save against one plain write, an asynchronous one against a copy, 1,000 manifests.
+
+    Args:
+        num_bytes: size of the state.
+        turns: measurements of each; medians count.
+    """
+    from recipes.bench_checkpoints import run
+
+    for figure in run(num_bytes, turns):
+        print(figure)
+
+
+def proofs(num_bytes: int = 1 << 30, updates: int = 40, threads: int = 2) -> None:
+    """Digests against a plain sum, and what RestartEquivalence costs while it traces.
+
+    Args:
+        num_bytes: size of the parameters that are digested.
+        updates: updates of the fit.
+        threads: torch threads.
+    """
+    from recipes.bench_proofs import proofs as measure
+
+    measure(num_bytes, updates, threads)
+
+
 def main() -> None:
     """Run the chosen benchmark."""
-    auto_cli(
-        {"train": train, "callbacks": callbacks, "memory": memory, "startup": startup}, as_positional=False
-    )
+    commands: Any = {f.__name__: f for f in (train, callbacks, memory, startup, checkpoints, proofs)}
+    auto_cli(commands, as_positional=False, prog="python -m recipes.bench", description=__doc__)
 
 
 if __name__ == "__main__":

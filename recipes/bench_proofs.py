@@ -111,7 +111,7 @@ def restart(
 ) -> dict[str, float]:
     """Measure what RestartEquivalence spends in its hooks for one save and its trace, beside the updates themselves.
 
-    FACTS' model: 10.65 M parameters, 6 layers, width 384, context 256, micro-batch 12, vocabulary 65.
+    the benchmark's model: 10.65 M parameters, 6 layers, width 384, context 256, micro-batch 12, vocabulary 65.
 
     Args:
         updates: length of the run.

@@ -10,7 +10,7 @@ from pathlib import Path
 from jsonargparse import auto_cli
 
 from lit_gpt_loop.trained import read_run, score
-from recipes.pretrain import find_checkpoint, main, newest_config, run_command
+from recipes.pretrain import find_checkpoint, find_run, main, newest_config, run_command
 
 
 def evaluate(
@@ -23,12 +23,13 @@ def evaluate(
     """Evaluate a checkpoint and print (and return) the result.
 
     Args:
-        run: the run's directory.
+        run: the run's directory, or its name in runs/.
         checkpoint: latest, best, archive:STEP, a step directory or a path.
         text: files to evaluate on instead of the run's validation documents; each file is one document.
         output: also write the result as JSON to this file.
         device: cpu or cuda, for --text; the run's own settings decide without.
     """
+    run = find_run(run)
     if text is None:
         config = newest_config(run)
         where = ["--runs_dir", str(run.parent), "--run", run.name]
@@ -70,4 +71,8 @@ def _on_files(run: Path, checkpoint: str, files: list[Path], device: str) -> dic
 
 
 if __name__ == "__main__":
-    run_command(lambda: auto_cli(evaluate, as_positional=False))
+    run_command(
+        lambda: auto_cli(
+            evaluate, as_positional=False, prog="python -m recipes.evaluate", description=__doc__
+        )
+    )

@@ -27,7 +27,7 @@ from lit_gpt_loop.config import GPTConfig
 from lit_gpt_loop.hf import to_hf_config, to_hf_state_dict
 from lit_gpt_loop.tokenizer import LibraryTokenizer
 from lit_gpt_loop.trained import TOKENIZER_FILE, read_run
-from recipes.pretrain import find_checkpoint, run_command
+from recipes.pretrain import find_checkpoint, find_run, run_command
 
 
 def export_hf(
@@ -131,12 +131,13 @@ def export(
     """Export a checkpoint of a run.
 
     Args:
-        run: the run's directory.
+        run: the run's directory, or its name in runs/.
         out: the folder (hf) or file (lightning) to write; must not exist.
         checkpoint: latest, best, archive:STEP, a step directory or a path.
         format: hf for transformers, lightning for a single-file .ckpt.
         dtype: of the weights, for hf.
     """
+    run = find_run(run)
     path = find_checkpoint(checkpoint, run)
     if out.exists():
         raise FileExistsError(f"{out} exists: give another --out, or remove it first")
@@ -160,4 +161,6 @@ def export(
 
 
 if __name__ == "__main__":
-    run_command(lambda: auto_cli(export, as_positional=False))
+    run_command(
+        lambda: auto_cli(export, as_positional=False, prog="python -m recipes.export", description=__doc__)
+    )

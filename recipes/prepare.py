@@ -7,6 +7,7 @@ many processes, or as the jobs of an array, each of which writes one part (`--pa
 import difflib
 import inspect
 import sys
+import traceback
 from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
@@ -134,10 +135,17 @@ def main(argv: list[str] | None = None) -> Path:
 
 
 def run() -> int:
-    """Run `main` for a shell: what a user can mend is said in one line."""
+    """Run `main` for a shell: what a user can mend is said in one line, anything else with its traceback."""
     try:
         main()
-    except (ValueError, FileNotFoundError, RuntimeError) as e:
+    except (ValueError, OSError, RuntimeError) as e:
+        frames = list(traceback.walk_tb(e.__traceback__))
+        if (
+            not frames[-1][0]
+            .f_globals.get("__name__", "")
+            .startswith(("lit_gpt_loop", "recipes", "__main__"))
+        ):
+            raise
         print(f"error: {e}", file=sys.stderr)
         return 1
     return 0

@@ -13,12 +13,16 @@ import re
 import sys
 import traceback
 import warnings
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+from jsonargparse import DefaultHelpFormatter
+
 import lit_gpt_loop  # noqa: F401  refuses compromised releases of Lightning before it is imported
-from callbacks.checkpoint_retention import CheckpointRetention
+from callbacks import CheckpointRetention, GradNormMonitor, MFUMonitor, RestartEquivalence, TokenWeightedLoss
 from lit_gpt_loop.cli import PretrainCLI
 
 
@@ -28,7 +32,39 @@ def resolve(spec: str, run_dir: Path) -> Path | None:
     Raises:
         FileNotFoundError: there is no such checkpoint.
     """
-    return CheckpointRetention.resolve(run_dir / "checkpoints", spec)
+    try:
+        return CheckpointRetention.resolve(run_dir / "checkpoints", spec)
+    except FileNotFoundError as e:
+        raise FileNotFoundError(f"{e} {_about(run_dir)}") from e
+
+
+def _about(run_dir: Path) -> str:
+    """Say what there is instead."""
+    if run_dir.is_dir():
+        saved = sorted(p.name for p in (run_dir / "checkpoints").glob("step-*"))
+        return (
+            f"The run {run_dir} has saved {', '.join(saved)}."
+            if saved
+            else f"The run {run_dir} has saved none: train first."
+        )
+    runs = sorted(str(p.parent) for p in run_dir.parent.glob("*/config.yaml"))
+    return f"There is no run {run_dir}; " + (
+        f"runs here: {', '.join(runs)}." if runs else f"{run_dir.parent} holds no runs."
+    )
+
+
+def find_run(run: str | Path) -> Path:
+    """Return the directory of a run that is named by its path, or by its name in runs/.
+
+    Raises:
+        FileNotFoundError: neither is there.
+    """
+    for path in (Path(run), Path("runs") / run):
+        if path.is_dir():
+            return path
+    raise FileNotFoundError(
+        f"--run {run} is neither a run's directory nor its name in runs/. {_about(Path('runs') / Path(run).name)}"
+    )
 
 
 def find_checkpoint(spec: str, run_dir: Path) -> Path:
@@ -39,7 +75,7 @@ def find_checkpoint(spec: str, run_dir: Path) -> Path:
     """
     path = resolve(spec, run_dir)
     if path is None:
-        raise FileNotFoundError(f"{run_dir} holds no checkpoint yet: train first, or name another run")
+        raise FileNotFoundError(f"No checkpoint. {_about(run_dir)}")
     return path
 
 
@@ -70,10 +106,30 @@ def quiet() -> None:
     )  # other recipes do
 
 
+class Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+    """Keeps the lines of a description as they were written."""
+
+
+def default_callbacks() -> list[pl.Callback]:
+    """Return the callbacks of a run whose configuration names none."""
+    return [
+        TokenWeightedLoss(),
+        GradNormMonitor(clip_norm=1.0),
+        MFUMonitor(),
+        CheckpointRetention(),
+        RestartEquivalence(),
+    ]
+
+
 def main(args: list[str] | None = None) -> PretrainCLI:
     """Run the command line (the process's own arguments by default)."""
     quiet()
-    return PretrainCLI(resolve, args=args, parser_kwargs={"description": __doc__})
+    return PretrainCLI(
+        resolve,
+        default_callbacks,
+        args=args,
+        parser_kwargs={"description": __doc__, "prog": "python -m recipes.pretrain", "formatter_class": Help},
+    )
 
 
 def is_ours(error: BaseException) -> bool:
@@ -87,7 +143,7 @@ def run_command(command: Callable[[], Any]) -> None:
     """Run a command; end with a message alone where one of our own errors says all that the user needs."""
     try:
         command()
-    except (ValueError, FileNotFoundError) as e:
+    except (ValueError, RuntimeError, OSError) as e:
         if not is_ours(e):
             raise
         sys.exit(f"error: {e}")

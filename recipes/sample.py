@@ -8,7 +8,7 @@ from jsonargparse import auto_cli
 
 from lit_gpt_loop.generate import generate_stream
 from lit_gpt_loop.trained import read_run
-from recipes.pretrain import find_checkpoint, run_command
+from recipes.pretrain import find_checkpoint, find_run, run_command
 
 
 def sample(
@@ -26,7 +26,7 @@ def sample(
     """Print continuations of a prompt as they are drawn.
 
     Args:
-        run: the run's directory.
+        run: the run's directory, or its name in runs/.
         prompt: text to continue.
         checkpoint: latest, best, archive:STEP, a step directory or a path.
         num_samples: how many continuations; the i-th uses seed + i.
@@ -37,6 +37,7 @@ def sample(
         seed: the same seed gives the same text.
         device: cpu or cuda.
     """
+    run = find_run(run)
     trained = read_run(run, find_checkpoint(checkpoint, run))
     model, tokenizer = trained.model.to(device), trained.tokenizer
     tokens = tokenizer.encode(prompt)
@@ -66,4 +67,6 @@ def sample(
 
 
 if __name__ == "__main__":
-    run_command(lambda: auto_cli(sample, as_positional=False))
+    run_command(
+        lambda: auto_cli(sample, as_positional=False, prog="python -m recipes.sample", description=__doc__)
+    )

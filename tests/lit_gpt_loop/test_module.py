@@ -262,8 +262,22 @@ def test_hyper_parameters_are_plain_and_rebuild_the_module(tmp_path):
         ({"config": CONFIG, "overrides": {"n_layers": 3}}, "n_layers"),
         ({"init_device": "disk"}, "must be 'cpu' or 'meta'"),
         ({"overrides": {"n_head": 5}}, "n_head=5 does not divide n_embd=32"),
+        ({"overrides": {"context_length": 32}, "context_length": 16}, "overrides say context_length=32"),
     ],
 )
 def test_bad_input(kwargs, message):
     with pytest.raises(ValueError, match=message):
         LitGPT(**kwargs)
+
+
+@pytest.mark.parametrize(("name", "value"), [("vocab_size", 32), ("context_length", 17)])
+def test_data_that_does_not_fit_the_model_is_refused_before_anything_runs(tmp_path, name, value):
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self):
+            pytest.fail("nothing may be read")
+
+    data = Data()
+    data.vocab_size, data.context_length = 31, 16
+    setattr(data, name, value)
+    with pytest.raises(ValueError, match=f"the data has {value} .*, the model's {name} is {value - 1}"):
+        trainer(tmp_path, max_steps=1).fit(LitGPT(CONFIG), datamodule=data)

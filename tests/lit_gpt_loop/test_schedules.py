@@ -102,10 +102,14 @@ def test_rates_stay_in_bounds_start_above_zero_and_never_rise_after_warmup(total
         with pytest.raises(ValueError, match="overlap"):
             config.resolve(total)
         return
+    if kind == "wsd" and warmup == 0 and decay == total == 1:
+        with pytest.raises(ValueError, match="trains nothing"):
+            config.resolve(total)
+        return
     s = config.resolve(total)
     ratios = [s(n) for n in range(total)]
     assert all(0.0 <= r <= 1.0 for r in ratios)
-    assert ratios[0] > 0 or (warmup == 0 and decay == total == 1) or total == 1
+    assert ratios[0] > 0
     assert all(a >= b for a, b in zip(ratios[warmup:], ratios[warmup + 1 :], strict=False))
     if warmup == 0 and kind == "constant":
         assert ratios[0] == 1.0
@@ -131,6 +135,7 @@ def test_warmup_zero_starts_at_peak():
         (ScheduleConfig("wds"), 20, "use 'wsd', 'cosine' or 'constant'"),  # type: ignore[arg-type]
         (ScheduleConfig("wsd", decay_shape="sqrt"), 20, "use one of"),  # type: ignore[arg-type]
         (ScheduleConfig("wsd"), 0, "at least one update"),
+        (ScheduleConfig("wsd", 0, 1), 1, "trains nothing"),
     ],
 )
 def test_bad_input_names_value_rule_and_remedy(config, total, message):

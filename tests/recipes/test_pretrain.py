@@ -12,7 +12,7 @@ import yaml
 
 from lit_gpt_loop.journal import read_journal
 from lit_gpt_loop.trained import read_run
-from recipes.pretrain import find_checkpoint, main, newest_config
+from recipes.pretrain import find_checkpoint, find_run, main, newest_config
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -120,6 +120,43 @@ def test_w02_budget_in_tokens_and_batch_in_sequences(place, capsys):
     ]  # updates, and the last one
 
 
+def test_a_token_budget_can_be_run_again_from_the_saved_config(place):
+    fit("--trainer.max_steps", "-1", "--max_tokens", "512")
+    saved = yaml.safe_load((place / "runs/small/config.yaml").read_text())
+    assert (saved["max_tokens"], saved["trainer"]["max_steps"]) == (None, 4)
+    assert main(["fit", "--config", "runs/small/config.yaml"]).model.updates == 4
+    main(["validate", "--config", "runs/small/config.yaml"])
+
+
+def test_bits_per_byte_is_left_out_where_it_is_not_known(place):
+    fit()
+    with pytest.warns(UserWarning, match="val/bits_per_byte is left out: 64 of the set's 128 tokens"):
+        cli = main(["validate", "--config", "runs/small/config.yaml", "--trainer.limit_val_batches", "1"])
+    assert "val/bits_per_byte" not in cli.trainer.callback_metrics
+    assert "val/loss" in cli.trainer.callback_metrics
+
+
+def test_without_callbacks_a_run_gets_the_default_ones_and_without_a_saver_a_warning(place):
+    config = yaml.safe_load((place / "small.yaml").read_text())
+    del config["trainer"]["callbacks"]
+    (place / "small.yaml").write_text(yaml.safe_dump(config))
+    fit("--run", "default")
+    assert (place / "runs/default/checkpoints/index.json").is_file()
+    with pytest.warns(UserWarning, match="its weights will be lost"):
+        fit("--run", "lost", "--trainer.callbacks", "[]")
+
+
+def test_names_of_runs_and_what_is_there_instead(place):
+    fit()
+    assert find_run("small") == find_run("runs/small") == Path("runs/small")
+    with pytest.raises(FileNotFoundError, match=r"There is no run runs/other; runs here: runs/small\."):
+        find_run("other")
+    with pytest.raises(
+        FileNotFoundError, match=r"The run runs/small has saved step-00000002, step-00000004\."
+    ):
+        find_checkpoint("archive:3", Path("runs/small"))
+
+
 def test_validate_test_and_predict_read_the_runs_checkpoint(place):
     fit()
     (out,) = [r for r in read_journal("runs/small", "validation") if r["step"] == 4]
@@ -131,6 +168,10 @@ def test_validate_test_and_predict_read_the_runs_checkpoint(place):
             out["val/loss"], rel=1e-12
         )
     main(["predict", "--config", "runs/small/config.yaml"])
+    lines = [json.loads(i) for i in (place / "runs/small/predictions.jsonl").read_text().splitlines()]
+    assert sorted(i["sample_id"] for i in lines) == sorted({i["sample_id"] for i in lines})
+    loss = sum(i["loss_sum"] for i in lines) / sum(i["num_tokens"] for i in lines)
+    assert loss == pytest.approx(out["val/loss"], rel=1e-5)
 
 
 def test_the_end_names_the_run_directory_and_what_to_do_next(place, capsys):
