@@ -77,6 +77,12 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     return (norms if device.type == "mps" else norms.double()).square().sum()
 
 
+def is_weight_norm_due(update: int, log_every: int, measure_every: int) -> bool:
+    """Whether to measure the weights at this update: it is logged, and early, or the first logged from a multiple on."""
+    is_first_since = update // measure_every > (update - log_every) // measure_every
+    return update % log_every == 0 and (update <= 10 or is_first_since)
+
+
 def layer_of(name: str) -> str:
     """Return the layer of a parameter: up to its block's number, else its module.
 
@@ -111,7 +117,8 @@ class GradNormMonitor(pl.Callback):
         clip_norm: clip the global norm to this; None clips nothing.
         per_layer: also log the norm of each block, embedding and head.
         log_every_n_steps: log at updates that are a multiple of this. Clipping and skipping happen at every update.
-        weight_norm_every_n_steps: measure `optim/weight_norm` at the first ten updates and then at multiples of this.
+        weight_norm_every_n_steps: measure `optim/weight_norm` at those of the first ten updates that are logged, then at
+            the first logged update from each multiple of this on.
         max_consecutive_skips: stop the run after so many non-finite updates in a row. An fp16 scaler that starts at
             2^16 may need 16 to find its scale.
 
@@ -215,7 +222,7 @@ class GradNormMonitor(pl.Callback):
         update = trainer.global_step + 1
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         weights: list[nn.Parameter] = []
-        if update <= 10 or update % self.weight_norm_every_n_steps == 0:
+        if is_weight_norm_due(update, self.log_every_n_steps, self.weight_norm_every_n_steps):
             weights = list(pl_module.parameters())
         with_grad = [p for p in parameters if p.grad is not None]
         groups = {"": with_grad}

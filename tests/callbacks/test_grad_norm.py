@@ -192,6 +192,25 @@ def test_weight_norm_is_measured_at_the_first_ten_updates_and_then_at_multiples(
     assert [step for step, m in logger.points if "optim/weight_norm" in m] == [*range(1, 11), 15, 30]
 
 
+def test_weight_norm_keeps_to_logged_updates():
+    _, logger, _ = fit(VectorToy(), [ROW] * 60, callbacks=[GradNormMonitor(log_every_n_steps=7)])
+    assert [step for step, m in logger.points if "optim/grad_norm" in m] == [7, 14, 21, 28, 35, 42, 49, 56]
+    # 7 is among the first ten updates; then the first that is logged from 10, 20, 30, 40, 50 on
+    assert [step for step, m in logger.points if "optim/weight_norm" in m] == [7, 14, 21, 35, 42, 56]
+
+
+@pytest.mark.parametrize(
+    ("update", "log_every", "measure_every", "is_measured"),
+    [
+        (1, 1, 10, True), (10, 1, 10, True), (11, 1, 10, False), (20, 1, 10, True), (15, 1, 15, True),
+        (1, 7, 10, False), (10, 7, 10, False), (70, 7, 10, True), (63, 7, 10, True), (49, 7, 10, False),
+        (21, 7, 3, True), (50, 50, 10, True), (500, 50, 10, True), (150, 50, 100, False), (200, 50, 100, True),
+    ],
+)  # fmt: skip
+def test_when_the_weight_norm_is_measured(update, log_every, measure_every, is_measured):
+    assert file.is_weight_norm_due(update, log_every, measure_every) == is_measured
+
+
 # -- skips
 
 
