@@ -117,9 +117,10 @@ class _ChunkedBf16(torch.autograd.Function):
             raise RuntimeError(
                 "the chunked loss supports one backward per forward: its gradients are used up"
             )
-        # In fp32 first: a scale of 1 / tokens would round again in bf16.
+        # To the leaf's type first: bf16 times a 0-dim fp32 is bf16, and a scale of 1 / tokens would round again in it.
+        # In place: each gradient is ours, and used once.
         return (
-            (grad_h * grad_loss).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None,
+            grad_h.to(ctx.dtypes[0]).mul_(grad_loss) if ctx.needs_input_grad[0] else None,
             grad_w.mul_(grad_loss).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None,
             None,
             None,

@@ -138,6 +138,19 @@ def test_backward_scales_by_the_incoming_gradient(dtype):
         torch.testing.assert_close(a / 64, b)
 
 
+def test_a_scale_does_not_round_bf16_gradients_again_on_their_way_to_fp32_leaves():
+    hidden, weight, targets = _case()
+    third = torch.tensor(1 / 3)
+    grads = []
+    for scale in (torch.tensor(1.0), third):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = linear_cross_entropy_sum(hidden, weight, targets, V)
+        grads.append(torch.autograd.grad(loss, (hidden, weight), scale))
+    for whole, scaled in zip(*grads, strict=True):
+        assert scaled.dtype == torch.float32
+        assert torch.equal(scaled, whole * third)
+
+
 class _Largest(TorchDispatchMode):
     """Remembers the largest tensor that any operation returned."""
 
