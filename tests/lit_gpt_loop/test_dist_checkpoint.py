@@ -346,3 +346,33 @@ def test_state_that_would_need_code_is_refused_at_save(tmp_path):
     trainer.fit(Lit(), DataLoader([(r[0], r[1]) for r in rows], batch_size=8))
     with pytest.raises(TypeError, match=r"pathlib.*add_safe_globals"):
         trainer.save_checkpoint(tmp_path / "odd")
+
+
+def test_several_files_at_a_time_hold_the_same_and_no_error_is_lost(tmp_path, monkeypatch):
+    import errno
+    import hashlib
+
+    import lit_gpt_loop.checkpoint_files as module
+
+    monkeypatch.setattr(module, "_BYTES_PER_FILE", 1 << 18)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 4)
+    tensors = {f"model/{i}": torch.randn(200 + i, 300) for i in range(9)}
+    staged = module.stage(tensors, {"x": 1})
+    part = staged.write(tmp_path / "a")
+    files = {**part["files"], **staged.finish(tmp_path / "a", [part])}
+    assert len(part["files"]) == 4
+    for name, record in files.items():
+        content = (tmp_path / "a" / name).read_bytes()
+        assert record == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    same(through_dcp(tmp_path / "a", tmp_path / "a.pt"), tensors, set(tensors))
+
+    write = os.write
+
+    def full(fd, data):
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("__0_2.distcp"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data)
+
+    monkeypatch.setattr(module.os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        module.stage(tensors, {"x": 1}).write(tmp_path / "b")
