@@ -149,7 +149,10 @@ class LossBuffers:
             # The bf16 product for the head's gradient, which CPU casts to fp32 in order to add it.
             while_added = chunk * P * 10.0 + P * D * (2 + (4 if device_type == "cpu" else 0))
             held = N * D * 2 * 2 + P * D * (2 + 4)  # hidden states and head in bf16, and their gradients
-            return cls(held + max(while_made, while_added), P * D * 4 + N * D * (2 + 2 + param))
+            # The gradient of the hidden states is scaled in place, after a cast to fp32 where leaves are.
+            return cls(
+                held + max(while_made, while_added), P * D * 4 + N * D * (2 + (param if param > 2 else 0))
+            )
         # torch's kernel: logits of a chunk in fp32, gradients of hidden states and head, no scratch. Its backward is given a
         # gradient for each of its outputs, zeros for those two.
         gradients = (N + P) * D * 4.0
