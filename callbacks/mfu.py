@@ -12,7 +12,7 @@ Logged at each update (optimizer step), the same on every rank:
 | perf/tokens_per_s | tokens/s | real tokens of all ranks / end-to-end time, over the last `window` updates |
 | perf/tokens_per_s_per_device | tokens/s | the same / number of devices |
 | perf/mfu | fraction | FLOPs per token (6N) x tokens/s / peak FLOP/s of all devices; left out when the peak is unknown |
-| perf/hfu | fraction | the same with the forward passes that activation checkpointing repeats |
+| perf/hfu | fraction | the same with the forward passes that activation checkpointing repeats; only where the module says what they are |
 | perf/step_s | s | end-to-end time of one update, mean over the window: data, compute, collectives, logging |
 | perf/data_wait_s | s | the part of it that the loop waited for the loader (of the slowest rank) |
 | perf/compute_s | s | the rest of it: step_s - data_wait_s |
@@ -21,8 +21,9 @@ Logged at each update (optimizer step), the same on every rank:
 | perf/goodput_{startup,data,eval,checkpoint,lost} | fraction | where the rest of that wall time went |
 | perf/peak_memory_gib | GiB | most memory of any rank: CUDA's allocator peak; on CPU the process's peak resident size |
 
-**Tokens.** A token counts if a loss is taken on it: a label that is not -100. Padding never counts. The default understands
-`{"labels": ...}`, `{"targets": ...}` and `(inputs, targets)`; anything else needs `count_tokens=`.
+**Tokens.** A token counts if a loss is taken on it; padding never counts. The number is that of `count_tokens=` if given; else
+the `num_tokens` that `training_step` returns beside the loss; else `train/tokens`, where TokenWeightedLoss counts them; else
+that of the labels that are not -100 in `{"labels": ...}`, `{"targets": ...}` or `(inputs, targets)`.
 
 **Time.** tokens/s is over the end-to-end time of training updates, data wait and collectives included, evaluation and
 saving excluded: `perf/goodput` accounts for those. A rank that waits for a slower one shows its wait as compute,
@@ -34,12 +35,14 @@ multiplies nothing; a tied embedding counts once, as the head. Biases and norms 
 attention scores: to add them pass `attention_flops_per_token=12 * layers * heads * head_width * context` (Chowdhery et al.
 2022, PaLM, arXiv:2204.02311, appendix B), or your own count as `flops_per_token=`. N comes from `num_params=`, else the module's attribute
 `flops_per_token` or `num_matmul_params`, else it is counted before anything is sharded. HFU adds the module's attribute
-`recomputed_flops_per_token`; MFU never does, so switching activation checkpointing on leaves FLOPs per token as they were.
+`recomputed_flops_per_token`, without which nobody knows it and perf/hfu is left out; MFU never does, so switching activation
+checkpointing on leaves FLOPs per token as they were.
 
 **Goodput.** A process of the run exists from when this callback is built until it ends; that is wall time (a machine is held), the gap
 between two processes is not (`ledger.downtime_s` has it). The ledger is saved with each checkpoint, and every 10 s beside
 the run as `goodput.json` in `trainer.default_root_dir`: at a resume the difference between the two is the work that died
-with the process, and moves from kept to lost. Updates that GradNormMonitor reports as skipped are lost too.
+with the process, and moves from kept to lost. An update that did not happen is lost too: no optimizer stepped (an overflow under
+an fp16 scaler), or none had a gradient left (GradNormMonitor's skips, TokenWeightedLoss's updates without a token).
 
 One wait for the device and, with several ranks, one small gather per update. The file is longer than others because it must
 be copied alone: a third of it is this text and the table of peaks, a quarter the ledger.
@@ -47,7 +50,6 @@ be copied alone: a third of it is this text and the table of peaks, a quarter th
 
 import json
 import os
-import resource
 import sys
 import time
 import uuid
@@ -162,7 +164,7 @@ def describe(batch: Any) -> str:
     """Show the structure of a batch in one line, for error messages."""
     if isinstance(batch, Tensor):
         return f"Tensor{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return "{" + ", ".join(f"{k!r}: {describe(v)}" for k, v in batch.items()) + "}"
     if isinstance(batch, list | tuple):
         return type(batch).__name__ + "(" + ", ".join(describe(v) for v in batch) + ")"
@@ -173,18 +175,18 @@ def count_label_tokens(batch: Any) -> Tensor:
     """Count the labels of a batch that are not -100, on the batch's device.
 
     Raises:
-        ValueError: the batch is neither a dict with "labels" or "targets" nor `(inputs, targets)` with integer targets.
+        ValueError: the batch is neither a mapping with "labels" or "targets" nor `(inputs, targets)` with integer targets.
     """
     labels = None
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         labels = batch.get("labels", batch.get("targets"))
     elif isinstance(batch, list | tuple) and len(batch) == 2:
         labels = batch[1]
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         raise ValueError(
-            f"MFUMonitor cannot tell how many tokens are trained in this batch: {describe(batch)}. It understands a dict with "
+            f"MFUMonitor cannot tell how many tokens are trained in this batch: {describe(batch)}. It understands a mapping with "
             '"labels" or "targets" and a pair (inputs, targets), integer targets, -100 = not trained. For anything else '
-            "pass MFUMonitor(count_tokens=f) with f(batch) -> int or Tensor."
+            "pass MFUMonitor(count_tokens=f) with f(batch) -> int or Tensor, or return num_tokens beside the loss."
         )
     return (labels != IGNORE_INDEX).sum()
 
@@ -279,6 +281,10 @@ def _peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     if device.type == "cpu":
+        try:
+            import resource
+        except ImportError:  # Windows
+            return float("nan")
         unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes on macOS, kilobytes elsewhere
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     return float("nan")
@@ -296,7 +302,7 @@ class MFUMonitor(pl.Callback):
         num_params: N of 6N, if the module does not say and counting its weights would be wrong.
         peak_flops: Dense peak FLOP/s of one device in the precision that is trained in; "measure" times a matmul once
             at the start, on all ranks together; None looks the device up.
-        count_tokens: `f(batch) -> int | Tensor`: trained tokens of one batch on this rank.
+        count_tokens: `f(batch) -> int | Tensor`: trained tokens of one batch on this rank, before anybody else's count.
         window: Updates over which rates and step times are averaged.
         flops_per_token: All FLOPs of one token, forward and backward, instead of 6N.
         attention_flops_per_token: Added to 6N (PaLM's attention term).
@@ -326,19 +332,20 @@ class MFUMonitor(pl.Callback):
             )
         self.num_params = num_params
         self.peak_flops = peak_flops
-        self.count_tokens = count_tokens or count_label_tokens
+        self.count_tokens = count_tokens
         self.window = window
         self.flops_per_token = flops_per_token
         self.attention_flops_per_token = attention_flops_per_token
         self.ledger = Ledger()
         self._run_id = ""
-        self._skips_seen = 0.0
         self._born: float | None = _clock()
         self._saved: Ledger | None = None
         self._counted = 0
         self._warned = False
         self._watch: Stopwatch | None = None
         self._unobserve: Callable[[], None] = lambda: None
+        self._handles: list[Any] = []
+        self._found_inf: Tensor | None = None
 
     # ---- start ----
 
@@ -415,7 +422,7 @@ class MFUMonitor(pl.Callback):
         self._flops = self._recomputed = float("nan")
         if self._sum_peak == self._sum_peak:
             self._flops = self._resolve_flops(trainer, pl_module)
-            self._recomputed = float(getattr(pl_module, "recomputed_flops_per_token", 0.0))
+            self._recomputed = float(getattr(pl_module, "recomputed_flops_per_token", "nan"))
         elif not self._warned:
             self._warned = True
             pl.utilities.rank_zero_warn(
@@ -465,7 +472,11 @@ class MFUMonitor(pl.Callback):
         self._copies = trainer.world_size / data_ranks
         # tokens, step_s, data_wait_s of each update
         self._history: deque[tuple[float, float, float]] = deque(maxlen=self.window)
-        self._tokens: int | Tensor = 0
+        self._forget_window()
+        self._bus_tokens = trainer.callback_metrics.get(
+            "train/tokens"
+        )  # what an earlier fit may have left there
+        self._follow_steps(trainer)
         self._step = trainer.global_step
         self._saves_seen = _value(trainer.callback_metrics, "ckpt/step")
         assert self._watch is not None
@@ -473,6 +484,31 @@ class MFUMonitor(pl.Callback):
         self._boundary = self._beat = _clock()
         self._startup_s = self._boundary - born
         self._born = None
+
+    def _follow_steps(self, trainer: pl.Trainer) -> None:
+        """Note each step of an optimizer that had a gradient, so that it does not matter who skips an update, or when."""
+        self._unfollow()
+
+        def stepped(optimizer: Any, *_: Any) -> None:
+            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+                self._num_steps += 1
+                # A fused optimizer under a scaler decides inside its step; read where the device is waited for
+                self._found_inf = getattr(optimizer, "found_inf", None)
+
+        # an optimizer of another make than torch's has no such hook: then every update counts as one that happened
+        followed = [o for o in trainer.optimizers if hasattr(o, "register_step_post_hook")]
+        self._handles = [o.register_step_post_hook(stepped) for o in followed]
+
+    def _unfollow(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _forget_window(self) -> None:
+        """Begin the next update."""
+        self._tokens: int | Tensor = 0
+        self._is_module_counting, self._refusal = True, ""
+        self._num_steps, self._found_inf = 0, None
 
     # ---- while training ----
 
@@ -490,11 +526,10 @@ class MFUMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count tokens; at the end of an update measure and log."""
-        self._tokens = self._tokens + self.count_tokens(batch)
+        self._count(outputs, batch)
         if trainer.global_step == self._step:
             return
         device = trainer.strategy.root_device
-        tokens = float(self._tokens)
         _wait_for(device)
         now = _clock()
         assert self._watch is not None
@@ -502,25 +537,34 @@ class MFUMonitor(pl.Callback):
         step_s = now - self._boundary - taken["eval"] - taken["checkpoint"]
         memory_gib = _peak_memory_gib(device)
         seconds = [step_s, taken["data"], taken["eval"], taken["checkpoint"], self._startup_s]
+        has_stepped = self._num_steps > 0 and not (self._found_inf is not None and bool(self._found_inf))
+        tokens = float(self._tokens)
+        most = [
+            float(not self._is_module_counting),
+            float(has_stepped or not self._handles),
+            memory_gib,
+            *seconds,
+        ]
         if trainer.world_size > 1:
-            row = torch.tensor([tokens, memory_gib, *seconds], dtype=torch.float64, device=device)
+            row = torch.tensor([tokens, *most], dtype=torch.float64, device=device)
             rows = trainer.strategy.all_gather(row).cpu()
             tokens = float(rows[:, 0].sum()) / self._copies
-            memory_gib, *seconds = rows[:, 1:].amax(0).tolist()
-        step_s, data_s, eval_s, checkpoint_s, startup_s = seconds
-        self._step, self._boundary, self._startup_s, self._tokens = trainer.global_step, now, 0.0, 0
-
+            most = rows[:, 1:].amax(0).tolist()
+        others_count, happened, memory_gib, step_s, data_s, eval_s, checkpoint_s, startup_s = most
         bus = trainer.callback_metrics
+        if others_count:
+            tokens = self._tokens_of_others(bus, tokens)
+        self._step, self._boundary, self._startup_s = trainer.global_step, now, 0.0
+        self._forget_window()
+
         saves = _value(bus, "ckpt/step")
-        skips = max(self._skips_seen, _value(bus, "optim/skipped_updates"))
         if saves != self._saves_seen:  # hashing and renaming stall the loop outside Trainer.save_checkpoint
             more_s = min(max(0.0, _value(bus, "ckpt/blocked_s") - checkpoint_s), step_s - data_s)
             step_s, checkpoint_s = step_s - more_s, checkpoint_s + more_s
-        is_lost = skips > self._skips_seen
-        self._saves_seen, self._skips_seen = saves, skips
+        self._saves_seen = saves
         self.ledger = self.ledger.add(
             startup_s=startup_s, data_s=data_s, eval_s=eval_s, checkpoint_s=checkpoint_s,
-            **{"lost_s" if is_lost else "kept_s": step_s - data_s},
+            **{"kept_s" if happened else "lost_s": step_s - data_s},
         )  # fmt: skip
         self._history.append((tokens, step_s, data_s))
         metrics = self._window_metrics(trainer.world_size)
@@ -534,6 +578,33 @@ class MFUMonitor(pl.Callback):
         bus.update(dict(zip(metrics, values, strict=True)))
         if now - self._beat > HEARTBEAT_EVERY_S:
             self._write_heartbeat(trainer)
+
+    def _count(self, outputs: Any, batch: Any) -> None:
+        """Add the tokens of a micro-batch, without waiting for the device."""
+        count: Any = None
+        if self.count_tokens is not None:
+            count = self.count_tokens(batch)
+        elif isinstance(outputs, Mapping):
+            count = outputs.get("num_tokens")
+        if count is None:
+            self._is_module_counting, count = False, 0
+            try:
+                count = count_label_tokens(batch)
+            except ValueError as e:  # no matter if TokenWeightedLoss was told how to count
+                self._refusal = str(e)
+        self._tokens = self._tokens + count
+
+    def _tokens_of_others(self, bus: Mapping[str, Any], tokens: float) -> float:
+        """Return the tokens that TokenWeightedLoss counted in this update on all ranks; without it those of the batches.
+
+        It keeps itself in front of the callbacks, so that its value is here by now; a value is fresh if it is a new tensor.
+        """
+        before, self._bus_tokens = self._bus_tokens, bus.get("train/tokens")
+        if self._bus_tokens is not None and self._bus_tokens is not before:
+            return float(self._bus_tokens)
+        if self._refusal:
+            raise ValueError(self._refusal)
+        return tokens
 
     def _window_metrics(self, world_size: int) -> dict[str, float]:
         num = len(self._history)
@@ -550,18 +621,19 @@ class MFUMonitor(pl.Callback):
         }
         if self._flops == self._flops:
             metrics["perf/mfu"] = self._flops * rate / self._sum_peak
-            metrics["perf/hfu"] = (self._flops + self._recomputed) * rate / self._sum_peak
+            if self._recomputed == self._recomputed:
+                metrics["perf/hfu"] = (self._flops + self._recomputed) * rate / self._sum_peak
         return metrics
 
     # ---- the ledger on disk ----
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ledger up to the last update, in plain types."""
-        return {"run_id": self._run_id, "ledger": asdict(self.ledger), "skipped_updates": self._skips_seen}
+        return {"run_id": self._run_id, "ledger": asdict(self.ledger)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the ledger of a checkpoint; what happened after it is read at the start of training."""
-        self._run_id, self._skips_seen = state_dict["run_id"], state_dict["skipped_updates"]
+        self._run_id = state_dict["run_id"]
         self._saved = Ledger(**state_dict["ledger"])
 
     @staticmethod
@@ -593,6 +665,7 @@ class MFUMonitor(pl.Callback):
         if self._watch is not None and hasattr(self, "_boundary"):
             self._finish(trainer)
         self._unobserve()
+        self._unfollow()
 
     def _finish(self, trainer: pl.Trainer) -> None:
         assert self._watch is not None
@@ -609,3 +682,4 @@ class MFUMonitor(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the trainer as it was."""
         self._unobserve()
+        self._unfollow()

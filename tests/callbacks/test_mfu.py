@@ -1,6 +1,9 @@
 """MFUMonitor against hand-computed values, with a clock that the test moves."""
 
+import importlib.util
+import sys
 import warnings
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from callbacks import mfu
+from callbacks.grad_norm import GradNormMonitor
 from callbacks.mfu import Ledger, MFUMonitor, count_matmul_params, peak_flops_of, resumed_ledger
+from callbacks.token_weighted_loss import TokenWeightedLoss
+from tests.distributed.toys import precision_arguments
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
@@ -96,7 +102,17 @@ class TinyLM(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class ShardedTinyLM(TinyLM):
+class Overflows(TinyLM):
+    """Its gradients are infinite in micro-batches `bad`."""
+
+    bad: tuple[int, ...] = (1, 3)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx in self.bad else loss
+
+
+class ShardedTinyLM(Overflows):
     def configure_model(self) -> None:
         from lit_gpt_loop.strategies import shard_fsdp2
 
@@ -324,7 +340,7 @@ def test_c44_six_percent(tmp_path, clock):
     points = fit(tmp_path, clock, [500] * 4, [0.5], MFUMonitor(num_params=10**6, peak_flops=1e11))
     assert points[-1]["perf/tokens_per_s"] == 1000.0
     assert points[-1]["perf/mfu"] == pytest.approx(0.06, rel=1e-12)
-    assert points[-1]["perf/hfu"] == points[-1]["perf/mfu"]
+    assert "perf/hfu" not in points[-1]  # the module does not say what is recomputed
 
 
 @pytest.mark.case("C44")
@@ -338,6 +354,13 @@ def test_c44_recomputation_moves_hfu_alone(tmp_path, clock):
     trainer.fit(Recomputes(clock, [0.5]), loader([500] * 2))
     assert points.points[-1]["perf/mfu"] == pytest.approx(0.06, rel=1e-12)
     assert points.points[-1]["perf/hfu"] == pytest.approx(0.08, rel=1e-12)
+
+
+def test_hfu_is_mfu_for_a_module_that_says_that_nothing_is_recomputed(tmp_path, clock):
+    module, points = TinyLM(clock, [0.5]), Points()
+    module.recomputed_flops_per_token = 0.0
+    trainer_for(tmp_path, [MFUMonitor(peak_flops=1e11), points]).fit(module, loader([500] * 2))
+    assert points.points[-1]["perf/hfu"] == points.points[-1]["perf/mfu"] > 0
 
 
 @pytest.mark.case("C44")
@@ -516,6 +539,93 @@ def test_counting_function_of_the_user(tmp_path, clock):
     assert fit(tmp_path, clock, [100] * 2, [1.0], monitor)[-1]["perf/tokens_per_s"] == 7.0
 
 
+class CountsItself(TinyLM):
+    """Returns 7 tokens per micro-batch, whatever is in it."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        return {"loss": super().training_step(batch, batch_idx), "num_tokens": torch.tensor(7)}
+
+
+class PadsWithZero(TinyLM):
+    """Trains on targets that are not 0."""
+
+    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.net(batch["inputs"]).flatten(0, 1)
+        return F.cross_entropy(logits, batch["targets"].flatten(), ignore_index=0)
+
+
+def test_tokens_that_the_module_returns_are_counted(tmp_path, clock):
+    points = Points()
+    trainer = trainer_for(tmp_path, [MFUMonitor(peak_flops=1e11), points], accumulate_grad_batches=2)
+    trainer.fit(CountsItself(clock, [0.5]), loader([100] * 4))
+    assert [p["perf/tokens_per_s"] for p in points.points] == [14.0, 14.0]
+
+
+@pytest.mark.parametrize("is_monitor_first", [True, False])
+def test_tokens_are_those_of_the_weighted_loss(tmp_path, clock, is_monitor_first):
+    ids = torch.arange(100)[None] % 10  # 10 of 100 are 0
+    points, callbacks = Points(), [MFUMonitor(peak_flops=1e11), TokenWeightedLoss(ignore_index=0)]
+    callbacks = callbacks if is_monitor_first else callbacks[::-1]
+    trainer = trainer_for(tmp_path, [*callbacks, points], accumulate_grad_batches=2)
+    trainer.fit(
+        PadsWithZero(clock, [0.5]), DataLoader([{"inputs": ids, "targets": ids}] * 4, batch_size=None)
+    )
+    assert float(trainer.callback_metrics["train/tokens"]) == 180
+    assert [p["perf/tokens_per_s"] for p in points.points] == [180.0, 180.0]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_that_only_the_weighted_loss_can_count(tmp_path, clock, accumulate):
+    class Triples(TinyLM):
+        def _loss(self, batch: Any) -> Tensor:
+            return super()._loss({"inputs": batch[0], "targets": batch[1]})
+
+    ids = torch.arange(100)[None] % 10
+    data = DataLoader([(ids, ids, ids)] * 4, batch_size=None)
+    points = Points()
+    callbacks = [MFUMonitor(peak_flops=1e11), TokenWeightedLoss(count_tokens=lambda batch: 5), points]
+    trainer_for(tmp_path, callbacks, accumulate_grad_batches=accumulate).fit(Triples(clock, [0.5]), data)
+    assert points.points[-1]["perf/tokens_per_s"] == 10.0
+    with pytest.raises(ValueError, match="cannot tell how many tokens"):
+        trainer = trainer_for(tmp_path, [MFUMonitor(peak_flops=1e11)], accumulate_grad_batches=accumulate)
+        trainer.fit(Triples(clock, [0.5]), data)
+
+
+def test_counting_function_goes_before_all_others(tmp_path, clock):
+    points = Points()
+    callbacks = [MFUMonitor(peak_flops=1e11, count_tokens=lambda batch: 3), TokenWeightedLoss(), points]
+    trainer_for(tmp_path, callbacks).fit(CountsItself(clock, [1.0]), loader([100] * 2))
+    assert points.points[-1]["perf/tokens_per_s"] == 3.0
+
+
+def test_tokens_that_nobody_renews_are_not_read(tmp_path, clock):
+    class Stale(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.callback_metrics["train/tokens"] = torch.tensor(5.0)
+
+    points = Points()
+    trainer = trainer_for(tmp_path, [Stale(), MFUMonitor(peak_flops=1e11), points])
+    trainer.fit(TinyLM(clock, [1.0]), loader([100] * 2))
+    assert [p["perf/tokens_per_s"] for p in points.points] == [100.0, 100.0]
+
+
+def test_a_mapping_is_counted_and_described_as_a_dict_is():
+    labels = torch.tensor([[1, -100, 2]])
+    assert int(mfu.count_label_tokens(UserDict(labels=labels))) == 2  # as transformers' BatchEncoding
+    with pytest.raises(ValueError, match=r"'x': Tensor\(1, 3\)"):
+        mfu.count_label_tokens(UserDict(x=labels))
+
+
+def test_without_the_resource_module_peak_memory_is_left_out(tmp_path, clock, monkeypatch):
+    monkeypatch.setitem(sys.modules, "resource", None)  # Windows has none
+    spec = importlib.util.spec_from_file_location("mfu_on_windows", mfu.__file__)
+    monkeypatch.setitem(sys.modules, spec.name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(sys.modules[spec.name])
+    point = fit(tmp_path, clock, [100], [1.0])[-1]
+    assert "perf/peak_memory_gib" not in point
+    assert "perf/tokens_per_s" in point
+
+
 # ---- the ledger ----
 
 
@@ -566,15 +676,38 @@ def test_another_run_in_the_same_folder_owes_nothing(tmp_path, clock):
     assert monitor.ledger.kept_s == 2.0
 
 
-def test_skipped_updates_are_not_goodput(tmp_path, clock):
-    class Skips(pl.Callback):
-        def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
-            skipped = float(trainer.global_step >= 1)
-            trainer.callback_metrics["optim/skipped_updates"] = torch.tensor(skipped)
+@pytest.mark.filterwarnings("ignore:Update . is skipped")
+@pytest.mark.parametrize("is_monitor_first", [True, False])
+def test_skipped_updates_are_not_goodput_in_any_order_of_the_callbacks(tmp_path, clock, is_monitor_first):
+    monitor, norms, points = MFUMonitor(peak_flops=1e11), GradNormMonitor(), Points()
+    callbacks = [monitor, norms] if is_monitor_first else [norms, monitor]
+    trainer = trainer_for(tmp_path, [*callbacks, points])
+    trainer.fit(Overflows(clock, [1.0, 2.0, 4.0, 8.0]), loader([100] * 4))
+    assert norms.counts.skipped == 2
+    # each skip in its own update, that of the last one too
+    assert [p["perf/goodput_lost"] for p in points.points] == [0.0, 2 / 3, 2 / 7, 10 / 15]
+    assert monitor.ledger == Ledger(kept_s=5.0, lost_s=10.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_update_that_the_scaler_skips_is_not_goodput(tmp_path, clock, fused):
+    class Fp16(Overflows):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01, fused=fused)
 
     monitor = MFUMonitor(peak_flops=1e11)
-    trainer_for(tmp_path, [monitor, Skips()]).fit(TinyLM(clock, [1.0]), loader([100] * 4))
-    assert monitor.ledger == Ledger(kept_s=3.0, lost_s=1.0)
+    trainer = trainer_for(tmp_path, [monitor], **precision_arguments("16-mixed", None))
+    trainer.fit(Fp16(clock, [1.0, 2.0, 4.0, 8.0]), loader([100] * 4))
+    assert monitor.ledger == Ledger(kept_s=5.0, lost_s=10.0)
+    assert not trainer.optimizers[0]._optimizer_step_post_hooks  # left as it was
+
+
+@pytest.mark.filterwarnings("ignore:Update . holds no token")
+def test_an_update_without_a_token_is_not_goodput(tmp_path, clock):
+    monitor = MFUMonitor(peak_flops=1e11)
+    trainer = trainer_for(tmp_path, [monitor, TokenWeightedLoss()])
+    trainer.fit(TinyLM(clock, [1.0, 2.0]), loader([100, 0]))
+    assert monitor.ledger == Ledger(kept_s=1.0, lost_s=2.0)
 
 
 def test_state_is_plain(tmp_path, clock):
@@ -587,8 +720,13 @@ def test_state_is_plain(tmp_path, clock):
 # ---- several ranks ----
 
 
-def rank_job(kind: str, root: str, seconds: list[float]) -> list[dict[str, float]]:
-    """Fit on this rank with `seconds[rank]` per update of 100 tokens; return the points that it saw."""
+def rank_job(
+    kind: str, root: str, seconds: list[float], *, is_weighted: bool = False, bad_rank: int | None = None
+) -> list[dict[str, float]]:
+    """Fit on this rank with `seconds[rank]` per update of 100 tokens; return the points that it saw.
+
+    The second and the fourth update overflow on `bad_rank`.
+    """
     from lit_gpt_loop import strategies
 
     rank = torch.distributed.get_rank()
@@ -596,9 +734,13 @@ def rank_job(kind: str, root: str, seconds: list[float]) -> list[dict[str, float
     mfu._clock = clock
     try:
         strategy = {"ddp": strategies.DDP, "fsdp": strategies.FSDP, "fsdp2": strategies.FSDP2}[kind]()
-        module = (ShardedTinyLM if kind == "fsdp2" else TinyLM)(clock, [seconds[rank]])
+        module = (ShardedTinyLM if kind == "fsdp2" else Overflows)(clock, [seconds[rank]])
+        module.bad = (1, 3) if rank == bad_rank else ()
         points = Points()
-        trainer = trainer_for(root, [MFUMonitor(peak_flops=1e6), points], strategy=strategy, devices=2)
+        others = [TokenWeightedLoss()] * is_weighted + [GradNormMonitor()] * (bad_rank is not None)
+        trainer = trainer_for(
+            root, [MFUMonitor(peak_flops=1e6), *others, points], strategy=strategy, devices=2
+        )
         trainer.fit(module, loader([100] * 4))
         return points.points
     finally:
@@ -622,3 +764,16 @@ def test_slowest_rank_sets_the_pace_on_all(ranks2, tmp_path):
     assert first == second
     assert first[-1]["perf/step_s"] == 2.0
     assert first[-1]["perf/tokens_per_s"] == 100.0
+
+
+def test_tokens_of_the_weighted_loss_are_those_of_all_ranks(ranks2, tmp_path):
+    first, second = ranks2.run(rank_job, "ddp", str(tmp_path), [0.5, 0.5], is_weighted=True)
+    assert first == second
+    assert first[-1]["perf/tokens_per_s"] == 400.0
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp2"])
+def test_an_update_skipped_on_two_ranks_is_lost_on_both(ranks2, tmp_path, kind):
+    first, second = ranks2.run(rank_job, kind, str(tmp_path), [0.5, 0.5], bad_rank=1)
+    assert first == second
+    assert [p["perf/goodput_lost"] for p in first] == [0.0, 1 / 2, 1 / 3, 1 / 2]
