@@ -913,19 +913,12 @@ class CheckpointRetention(Checkpoint):
     # -- when to save --
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note where training starts, refuse a window that cannot be continued, finish interrupted pruning."""
+        """Note where training starts, finish interrupted pruning."""
         if not self._is_active:
             return
         self._last_step = self._last_saved = self._last_tried = trainer.global_step
         self._last_save_time = time.monotonic()
         self._micro_batches = 0
-        saved_k, k = self._loaded.get("accumulate_grad_batches"), trainer.accumulate_grad_batches
-        if saved_k not in (None, k) and (trainer.fit_loop.batch_idx + 1) % k:
-            raise ValueError(
-                f"The checkpoint was saved after micro-batch {trainer.fit_loop.batch_idx + 1} of the epoch with "
-                f"accumulate_grad_batches={saved_k}; with {k} the first window would be short. Resume with {saved_k}, "
-                f"or with a divisor of {trainer.fit_loop.batch_idx + 1}."
-            )
         if trainer.is_global_zero and self._dir.is_dir():
             self._warn_about_missing()
             self._apply_policy()
@@ -939,9 +932,16 @@ class CheckpointRetention(Checkpoint):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Restore the RNG at the first batch after a resume."""
+        """Restore the RNG at the first batch after a resume; refuse a window that cannot be continued."""
         if not self._is_active:
             return
+        saved_k, k = self._loaded.get("accumulate_grad_batches"), trainer.accumulate_grad_batches
+        # At the first batch: a data module that counts samples has put Lightning's counters right by then.
+        if self._micro_batches == 0 and saved_k not in (None, k) and batch_idx % k:
+            raise ValueError(
+                f"The checkpoint was saved after micro-batch {batch_idx} of the epoch with accumulate_grad_batches={saved_k}; "
+                f"with {k} the first window would be short. Resume with {saved_k}, or with a divisor of {batch_idx}."
+            )
         self._micro_batches += 1
         device = trainer.strategy.root_device
         if self._pending is not None:  # the validation that was foreseen did not come

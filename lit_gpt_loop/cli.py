@@ -37,7 +37,8 @@ from lit_gpt_loop.strategies import DDP, FSDP, FSDP2, OneDevice
 from lit_gpt_loop.trained import TOKENIZER_FILE
 
 # A checkpoint that the user names -> what Trainer takes; None when the run has none yet and "auto" was asked.
-Resolve = Callable[[str, Path], Path | None]
+# Arguments: its name, the folder of checkpoints, the URL of their copies.
+Resolve = Callable[[str, Path, str | None], Path | None]
 
 TRAINER_DEFAULTS: dict[str, Any] = {
     "log_every_n_steps": 1,  # one line per update; callbacks that cost something have their own interval
@@ -172,7 +173,7 @@ class PretrainCLI(LightningCLI):
         total = trainer.max_steps if trainer.max_steps > 0 else None
         schedule = model.schedule_config.resolve(total)
         path = self._checkpoint(ckpt_path or "auto")
-        if path is None and (found := self._resolve("auto", self.run_dir)) is not None:
+        if path is None and (found := self._checkpoint("auto")) is not None:
             raise ValueError(
                 f"--ckpt_path none asks for a fresh start, but {self.run_dir} holds checkpoints ({found}): "
                 "choose another --run, or leave --ckpt_path out to continue"
@@ -275,7 +276,10 @@ class PretrainCLI(LightningCLI):
     def _checkpoint(self, spec: Any) -> Path | None:
         if str(spec).lower() == "none":
             return None
-        return self._resolve(str(spec), self.run_dir)
+        # Where CheckpointRetention was told to save and copy to, if it was.
+        saver = next(iter(self.trainer.checkpoint_callbacks), None)
+        folder = getattr(saver, "dirpath", None) or self.run_dir / "checkpoints"
+        return self._resolve(str(spec), Path(folder), getattr(saver, "copy_to", None))
 
     def _write_config(self) -> Path:
         """Write what this command ran with, linked values included, beside what earlier commands ran with; return the file."""

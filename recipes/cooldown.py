@@ -35,7 +35,7 @@ from lit_gpt_loop.checkpoint_files import open_checkpoint
 from lit_gpt_loop.cli import PretrainCLI
 from lit_gpt_loop.journal import RunWandbLogger
 from lit_gpt_loop.schedules import Schedule
-from recipes.pretrain import newest_config, quiet, resolve, run_command
+from recipes.pretrain import find_run, newest_config, quiet, resolve, run_command
 
 BRANCH_FILE, CONFIG_FILE, LOCK_FILE = "branch.json", "cooldown.yaml", "branch.lock"
 _DECIDED = (
@@ -85,9 +85,9 @@ class CooldownCLI(PretrainCLI):
         self.branch, self.is_begun = branch, is_begun
         super().__init__(self._resolve_once, **kwargs)
 
-    def _resolve_once(self, spec: str, run_dir: Path) -> Path | None:
+    def _resolve_once(self, spec: str, folder: Path, copy_to: str | None) -> Path | None:
         # The parent's checkpoint was resolved and its hashes compared already.
-        return Path(spec) if spec == self.branch.checkpoint else resolve(spec, run_dir)
+        return Path(spec) if spec == self.branch.checkpoint else resolve(spec, folder, copy_to)
 
     def before_fit(self) -> None:
         """Record the lineage (Lightning's CLI calls this before `fit`)."""
@@ -153,18 +153,6 @@ def split_arguments(args: list[str]) -> tuple[list[str], list[str]]:
         if word.startswith("--") and "=" not in word and items and not items[0].startswith("--"):
             target.append(items.pop(0))
     return own, overrides
-
-
-def find_run(run: str) -> Path:
-    """Return the directory of a run that is named by its path, or by its name in runs/.
-
-    Raises:
-        FileNotFoundError: neither is there.
-    """
-    for path in (Path(run), Path("runs") / run):
-        if path.is_dir():
-            return path
-    raise FileNotFoundError(f"no run at {run}: --run takes a run's directory, such as runs/quickstart")
 
 
 # ----------------------------------------------------------------------------------------------------------- deciding

@@ -26,16 +26,21 @@ from callbacks import CheckpointRetention, GradNormMonitor, MFUMonitor, RestartE
 from lit_gpt_loop.cli import PretrainCLI
 
 
-def resolve(spec: str, run_dir: Path) -> Path | None:
+def resolve(spec: str, folder: Path, copy_to: str | None = None) -> Path | None:
     """Return what `Trainer.fit(ckpt_path=)` takes for a checkpoint that a user names, or None for "auto" where none is.
+
+    Args:
+        spec: auto, latest, best, archive:STEP, a step directory or a path.
+        folder: where the run's checkpoints are.
+        copy_to: URL of their copies, fetched from where it has newer ones.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
     """
     try:
-        return CheckpointRetention.resolve(run_dir / "checkpoints", spec)
+        return CheckpointRetention.resolve(folder, spec, copy_to=copy_to)
     except FileNotFoundError as e:
-        raise FileNotFoundError(f"{e} {_about(run_dir)}") from e
+        raise FileNotFoundError(f"{e} {_about(folder.parent)}") from e
 
 
 def _about(run_dir: Path) -> str:
@@ -73,7 +78,7 @@ def find_checkpoint(spec: str, run_dir: Path) -> Path:
     Raises:
         FileNotFoundError: there is no such checkpoint.
     """
-    path = resolve(spec, run_dir)
+    path = resolve(spec, run_dir / "checkpoints")
     if path is None:
         raise FileNotFoundError(f"No checkpoint. {_about(run_dir)}")
     return path

@@ -408,7 +408,7 @@ def test_arguments_out_of_range(key, value):
 
 
 def test_names_that_are_taken_and_runs_that_are_not_there(shared):
-    with pytest.raises(FileNotFoundError, match="no run at nowhere"):
+    with pytest.raises(FileNotFoundError, match="There is no run runs/nowhere"):
         cooldown.main(["--run", "nowhere", "--decay_steps", "2"])
     with pytest.raises(FileNotFoundError, match="steps"):
         cut("--from", "archive:7", "--decay_steps", 2)

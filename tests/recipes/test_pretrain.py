@@ -260,3 +260,23 @@ def test_quickstart_end_to_end(tmp_path):
     assert text.returncode == 0, text.stderr[-3000:]
     assert text.stdout.startswith("The country")
     assert json.loads((tmp_path / "runs/quickstart/checkpoints/index.json").read_text())
+
+
+def test_checkpoints_are_found_where_the_callback_was_told_to_save(place):
+    fit("--trainer.callbacks.dirpath", "elsewhere")
+    cli = fit("--trainer.callbacks.dirpath", "elsewhere", "--trainer.max_steps", "6")
+    assert cli.model.updates_at_start == 4
+    assert (place / "elsewhere/index.json").is_file()
+
+
+def test_another_micro_batch_continues_with_the_same_samples_and_intervals(place):
+    config = yaml.safe_load((place / "small.yaml").read_text())
+    config["trainer"]["logger"][0]["init_args"]["save_dir"] = "runs/whole"
+    (place / "whole.yaml").write_text(yaml.safe_dump(config))
+    main(["fit", "--config", "whole.yaml", "--trainer.max_steps", "7"])
+    fit("--trainer.max_steps", "3")
+    fit("--trainer.max_steps", "7", "--data.micro_batch_size", "1")
+    whole, small = read_journal("runs/whole", "update"), read_journal("runs/small", "update")
+    assert [r["progress/samples"] for r in small] == [r["progress/samples"] for r in whole]
+    assert [r["train/loss"] for r in small] == pytest.approx([r["train/loss"] for r in whole], rel=1e-5)
+    assert [r["step"] for r in read_journal("runs/small", "validation")] == [2, 3, 4, 6, 7]
