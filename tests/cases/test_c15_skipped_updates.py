@@ -5,7 +5,16 @@ import torch
 
 from callbacks.checkpoint_retention import CheckpointRetention
 from callbacks.grad_norm import GradNormMonitor
-from tests.distributed.norm_jobs import VectorToy, files_in, halving, nan_at, resume, stop_after_nan
+from tests.distributed.norm_jobs import (
+    VectorToy,
+    files_in,
+    halving,
+    nan_at,
+    overflow_gpt,
+    overflow_stock,
+    resume,
+    stop_after_nan,
+)
 from tests.distributed.toys import STRATEGIES, fit, precision_arguments
 
 
@@ -36,6 +45,38 @@ def test_c15_overflow_skips_weights_and_schedule_and_is_counted_across_a_restart
     )
     assert record.metrics[-1]["optim/skipped_updates"] == 3
     assert again.rates[0] == 0.25
+
+
+@pytest.mark.case("C15")
+@pytest.mark.parametrize("strategy", [None, *STRATEGIES])
+def test_c15_overflow_on_one_rank_skips_weights_and_schedule_on_all(ranks2, strategy):
+    answers = [overflow_stock(None)] if strategy is None else ranks2.run(overflow_stock, strategy)
+    for got in answers:
+        # 300 x 1,024, x 512 and x 256 are beyond fp16's 65,504; x 128 is not
+        assert [m["optim/skipped_updates"] for m in got["metrics"]] == [1, 2, 3, 3, 3, 3]
+        assert [m["optim/loss_scale"] for m in got["metrics"]] == [1024, 512, 256, 128, 128, 128]
+        assert got["lr"] == [1.0, 1.0, 1.0, 1.0, 0.5, 0.25]
+        gradient = [300.0, 4.0] if strategy is None else [151.5, 4.0]
+        assert got["weight"] == [-1.75 * g for g in gradient]  # rates 1, 1/2, 1/4
+    assert all(got == answers[0] for got in answers)
+
+
+@pytest.mark.case("C15")
+@pytest.mark.parametrize("has_monitor", [True, False])
+@pytest.mark.parametrize("strategy", [None, *STRATEGIES])
+def test_c15_litgpt_counts_updates_that_happened_on_all_ranks(ranks2, strategy, has_monitor):
+    arguments = (strategy, {1, 2, 4}, has_monitor)
+    answers = [overflow_gpt(*arguments)] if strategy is None else ranks2.run(overflow_gpt, *arguments)
+    for got in answers:
+        assert got["update"] == [0, 0, 1, 1, 2, 3]
+        tokens = 32 * len(answers)
+        assert got["tokens"] == [0, 0, tokens, tokens, 2 * tokens, 3 * tokens]
+        # a warmup of 4 updates, by updates that happened
+        assert got["lr"] == pytest.approx([0.25e-3, 0.25e-3, 0.25e-3, 0.5e-3, 0.5e-3, 0.75e-3])
+        if has_monitor:
+            assert [m["optim/skipped_updates"] for m in got["metrics"]] == [1, 2, 2, 3, 3, 3]
+            assert [m["optim/loss_scale"] for m in got["metrics"]] == [1024, 512, 256, 256, 128, 128]
+    assert all(got == answers[0] for got in answers)
 
 
 @pytest.mark.case("C16")

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from callbacks.checkpoint_retention import CheckpointRetention
 from callbacks.grad_norm import GradNormMonitor
 from callbacks.token_weighted_loss import TokenWeightedLoss
-from lit_gpt_loop import strategies
+from lit_gpt_loop import LitGPT, strategies
+from lit_gpt_loop.config import GPTConfig
+from lit_gpt_loop.schedules import ScheduleConfig
 from tests.distributed.token_jobs import rank_and_world, split
 from tests.distributed.toys import Net, Toy, distance, fit, full_batch, precision_arguments, sequences, whole
 
@@ -205,6 +207,59 @@ def nan_at(
         "norms": [m.get("optim/grad_norm") for m in metrics],
         "last": metrics[-1],
         "fault": monitor._fault,
+    }
+
+
+def overflow_stock(strategy: str | None) -> dict[str, Any]:
+    """Return what an fp16 run of 6 updates did, whose last rank's gradient of 300 overflows at scales above 218."""
+    rank, world = rank_and_world() if strategy is not None else (0, 1)
+    row = [300.0, 4.0] if rank == world - 1 else [3.0, 4.0]
+    module = VectorToy(strategy == "FSDP2", scheduler=halving)
+    _, _, record = fit(
+        module,
+        [torch.tensor([row])] * 6,
+        strategy=strategy,
+        callbacks=[GradNormMonitor()],
+        **precision_arguments("16-mixed", strategy),
+    )
+    return {"metrics": record.metrics, "lr": module.rates, "weight": whole(module, "data")["net.w"].tolist()}
+
+
+class OverflowGPT(LitGPT):
+    """Its loss is 1e8 times itself where a sample id is negative: finite in fp32, not in the fp16 of its backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        return output | {"loss": output["loss"] * (1e8 if int(batch["sample_ids"].min()) < 0 else 1.0)}
+
+
+def overflow_gpt(strategy: str | None, bad_updates: set[int], has_monitor: bool) -> dict[str, Any]:
+    """Return what LitGPT logged in an fp16 run of 6 updates of which some overflow on the last rank."""
+    rank, world = rank_and_world() if strategy is not None else (0, 1)
+    torch.manual_seed(0)
+    config = GPTConfig.preset("tiny", vocab_size=31, context_length=16)
+    module = OverflowGPT(config, lr=1e-3, schedule=ScheduleConfig("constant", 4))
+    batches = []
+    for update in range(1, 7):
+        ids = torch.randint(31, (2, 17), generator=torch.Generator().manual_seed(10 * update + rank))
+        sample = -1 if update in bad_updates and rank == world - 1 else update
+        batches.append(
+            {"inputs": ids[:, :-1], "targets": ids[:, 1:], "sample_ids": torch.tensor([sample, sample])}
+        )
+    _, logger, record = fit(
+        module,
+        batches,
+        strategy=strategy,
+        callbacks=[GradNormMonitor()] if has_monitor else [],
+        **precision_arguments("16-mixed", strategy),
+    )
+    weights = whole(module, "data").values()
+    return {
+        "metrics": record.metrics,
+        "lr": logger.series("optim/lr"),
+        "update": logger.series("progress/update"),
+        "tokens": logger.series("progress/tokens"),
+        "weights": [float(w.double().sum()) for w in weights],
     }
 
 
