@@ -1264,6 +1264,8 @@ class RestartEquivalence(pl.Callback):
         changes_at = getattr(module, "rates_change_at", None)
         if changes_at is not None:
             recorded = recorded[: max(0, changes_at - trainer.global_step)]
+            if snapshot is not None and changes_at <= trainer.global_step:
+                snapshot = {**snapshot, "schedule": found["schedule"]}
         if snapshot is None:
             rank_zero_warn(
                 f"RestartEquivalence cannot judge this restart: {checkpoint} was saved without it. The next {self.updates} "

@@ -85,7 +85,7 @@ class CooldownCLI(PretrainCLI):
         self.branch, self.is_begun = branch, is_begun
         super().__init__(self._resolve_once, **kwargs)
 
-    def _resolve_once(self, spec: str, folder: Path, copy_to: str | None) -> Path | None:
+    def _resolve_once(self, spec: str, folder: Path, copy_to: str | None = None) -> Path | None:
         # The parent's checkpoint was resolved and its hashes compared already.
         return Path(spec) if spec == self.branch.checkpoint else resolve(spec, folder, copy_to)
 
