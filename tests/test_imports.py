@@ -31,6 +31,7 @@ LIGHTNING = {
     "dist_checkpoint",
     "lr_range",
     "stream_training",
+    "noise_scale",
 }
 T_ALLOWED = {
     "torch",
