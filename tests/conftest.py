@@ -1,5 +1,6 @@
 """Fixtures for every test: quiet libraries, one thread, and ranks that stay."""
 
+import logging
 import os
 
 # Before torch is imported by any test: no network, no wandb account, no tokenizer threads.
@@ -17,6 +18,13 @@ from tests.distributed.ranks import Ranks
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _messages_can_be_captured():
+    """Levels that an earlier test set would keep messages from this one's caplog."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """All callbacks at once: any order of the list gives the same numbers, and none of them changes what is trained."""
 
 import itertools
-import logging
 import random
 
 import lightning.pytorch as pl
@@ -22,7 +21,6 @@ from lit_gpt_loop.journal import JournalLogger, read_journal
 from lit_gpt_loop.schedules import ScheduleConfig
 from lit_gpt_loop.strategies import DDP, FSDP, FSDP2, OneDevice
 
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 CLOCKS = ("perf/", "time", "ckpt/")  # measured in seconds or bytes: not the same twice
 
 

@@ -1,7 +1,5 @@
 """SampleText: the same words from the same weights, and nothing else changed."""
 
-import logging
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -13,7 +11,6 @@ from callbacks.sample_text import SampleText, pick_token
 from lit_gpt_loop.journal import JournalLogger, read_journal
 from lit_gpt_loop.strategies import DDP, FSDP
 
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 LETTERS = "abcdefghijklmnopqrstuvwxyz ."
 
 

@@ -14,7 +14,6 @@ from lit_gpt_loop.config import GPTConfig
 from lit_gpt_loop.journal import JournalLogger, read_journal
 from lit_gpt_loop.schedules import ScheduleConfig
 
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 CONFIG = GPTConfig.preset("tiny", vocab_size=31, context_length=16)
 
 
@@ -217,11 +216,9 @@ def test_c46_settings_of_this_run_win_over_the_checkpoint_and_are_named(tmp_path
     )
     module = LitGPT(CONFIG, lr=0.001, weight_decay=0.3, schedule=ScheduleConfig("constant", 0))
     with caplog.at_level(logging.INFO):
-        logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
         trainer(tmp_path / "b", max_steps=6).fit(
             module, DataLoader(batches(40), batch_size=4), ckpt_path=path, weights_only=True
         )
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     assert [r["optim/lr"] for r in read_journal(tmp_path / "b", "update")] == [0.001, 0.001]
     assert [g["weight_decay"] for g in module.optimizers().param_groups] == [0.3, 0.0]
 
