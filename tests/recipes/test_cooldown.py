@@ -511,7 +511,8 @@ def test_extension_and_branch_on_two_ranks_of_fsdp2(ranks2, place):
 def command(place, *args):
     return subprocess.Popen(
         [sys.executable, "-m", "recipes.cooldown", "--run", "runs/trunk", *args],
-        cwd=place, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=place, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
 
