@@ -303,16 +303,16 @@ def memory(updates: int = 4, precision: Precision = "fp32") -> None:
     Console(width=110).print(table)
 
 
-def startup(config: str = "configs/quickstart.yaml", repeats: int = 3) -> None:
+def startup(run_config: str = "configs/quickstart.yaml", repeats: int = 3) -> None:
     """Seconds from the command to the first update's line in the journal, with a prepared store.
 
     Args:
-        config: a configuration of recipes.pretrain.
+        run_config: a configuration of recipes.pretrain.
         repeats: runs; the median counts.
     """
     import subprocess
 
-    path = str(Path(config).resolve())
+    path = str(Path(run_config).resolve())
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
         for n in range(repeats + 1):  # the first prepares the store
