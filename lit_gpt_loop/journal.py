@@ -17,13 +17,14 @@ import json
 import math
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
 X_AXIS = "progress/tokens"
 
@@ -194,6 +195,26 @@ class RunWandbLogger(WandbLogger):
         )  # Lightning passes it on, wandb 0.31 warns that it has no effect
         self._rows = _Rows()
         self._defined: set[str] = set()
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The W&B run (rank 0). A run that was killed a moment ago holds its id until W&B's process notices: wait for it."""
+        for wait_s in (1, 2, 4, 8, 16, 32, None):
+            try:
+                return super().experiment
+            except Exception as e:
+                if "in use" not in str(e):
+                    raise
+                if wait_s is not None:
+                    rank_zero_info(f"W&B: {e}; trying again in {wait_s} s")
+                    time.sleep(wait_s)
+        rank_zero_warn(
+            f"W&B run {self._wandb_init['id']} is still held by another process after a minute: this process logs to a W&B run of "
+            "its own, in the same group; the journal has both"
+        )
+        self._wandb_init["id"] = f"{self._wandb_init['id']}-{uuid.uuid4().hex[:4]}"
+        return super().experiment
 
     def _stored_id(self) -> str | None:
         file = self._run_dir / "wandb" / "run_id"

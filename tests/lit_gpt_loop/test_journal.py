@@ -125,3 +125,29 @@ def test_a_save_logged_before_its_updates_last_part_does_not_split_the_row(tmp_p
     rows = read_journal(tmp_path, "update")
     assert [(r["step"], r["train/loss"], r["optim/lr"]) for r in rows] == [(4, 2.0, 0.1), (5, 1.0, 0.2)]
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_wandb_id_that_is_still_held_is_waited_for_and_then_done_without(tmp_path, monkeypatch):
+    import wandb
+
+    from lit_gpt_loop import journal
+
+    waited, asked = [], []
+
+    def init(**arguments):
+        asked.append(arguments["id"])
+        if arguments["id"] == "held":
+            raise RuntimeError("run ID held is in use")
+        return f"run {arguments['id']}"
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "run", None)
+    monkeypatch.setattr(journal.time, "sleep", waited.append)
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb/run_id").write_text("held")
+    logger = journal.RunWandbLogger(tmp_path, offline=True)
+    with pytest.warns(UserWarning, match="still held by another process after a minute"):
+        run = logger.experiment
+    assert waited == [1, 2, 4, 8, 16, 32]
+    assert asked[:-1] == ["held"] * 7
+    assert run.startswith("run held-")

@@ -50,7 +50,9 @@ def __getattr__(
 
 
 def run(folder, die_at=-1):
-    env = os.environ | {
+    # Without wandb's own variables: a process of its own must not join the service that this test process may have started.
+    clean = {k: v for k, v in os.environ.items() if "WANDB" not in k}
+    env = clean | {
         "DIE_AT": str(die_at),
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "WANDB_MODE": "offline",
