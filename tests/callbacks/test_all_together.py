@@ -73,7 +73,6 @@ def text(tmp_path):
     return files
 
 
-@pytest.mark.slow
 def test_any_order_gives_the_same_numbers(tmp_path, text):
     r = random.Random(1)
     orders = [list(range(7)), list(range(6, -1, -1))] + [r.sample(range(7), 7) for _ in range(4)]
@@ -90,7 +89,6 @@ def test_any_order_gives_the_same_numbers(tmp_path, text):
         assert torch.equal(weights[n], weights[0]), f"order {orders[n]}"
 
 
-@pytest.mark.slow
 def test_watchers_change_no_weight(tmp_path, text):
     """Those that only watch or save (all but token weighting and clipping) leave training bitwise as it was."""
     acting = fit(tmp_path / "a", make()[:2], text)
