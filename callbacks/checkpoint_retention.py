@@ -625,10 +625,10 @@ class _Recorder(CheckpointIO):
         self.state = checkpoint
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError("stands in while a save is recorded: nothing is read or removed then")
 
     def remove_checkpoint(self, path: Any) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("stands in while a save is recorded: nothing is read or removed then")
 
 
 @dataclass

@@ -262,7 +262,7 @@ def small_disk(tmp_path):
     try:
         subprocess.run(command, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("needs to mount a tmpfs")
+        pytest.skip("mounting a tmpfs, the disk that can be filled, is not permitted here (not root)")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
