@@ -6,7 +6,8 @@ What it adds to LightningCLI, and why:
 - **Updates.** `trainer.max_steps`, `trainer.val_check_interval` and every callback's interval count updates. Lightning counts
   validation intervals in micro-batches; they are converted once the accumulation is known. `--max_tokens` is a budget in
   tokens instead.
-- **Run directory.** `runs/NAME` with config.yaml (config-2.yaml ... when run again), journal.jsonl, checkpoints/, wandb/.
+- **Run directory.** `runs/NAME` with config.yaml (config-2.yaml ... when run again), journal.jsonl, checkpoints/, wandb/. One
+  process trains there at a time.
 - **Restarts.** `--ckpt_path auto` (also the default of fit) means the run's latest checkpoint if there is one. A checkpoint's
   hyper-parameters never override the configuration: LightningCLI's own merge is switched off, LitGPT prints what differs.
 - **Strategies by name.** "auto", "ddp", "fsdp" and "fsdp2" mean ours (`lit_gpt_loop.strategies`).
@@ -17,6 +18,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,8 @@ from lit_gpt_loop.journal import JournalLogger, RunWandbLogger
 from lit_gpt_loop.module import LitGPT
 from lit_gpt_loop.progress import UpdateProgressBar
 from lit_gpt_loop.resume import check_architecture
-from lit_gpt_loop.schedules import summarize
+from lit_gpt_loop.run_lock import run_lock
+from lit_gpt_loop.schedules import Schedule, summarize
 from lit_gpt_loop.strategies import DDP, FSDP, FSDP2, OneDevice
 from lit_gpt_loop.trained import TOKENIZER_FILE
 
@@ -172,6 +175,12 @@ class PretrainCLI(LightningCLI):
         # Fails here, before data is read, if phases overlap.
         total = trainer.max_steps if trainer.max_steps > 0 else None
         schedule = model.schedule_config.resolve(total)
+        with run_lock(self.run_dir) if trainer.is_global_zero else nullcontext():
+            self._train(model, datamodule, ckpt_path, schedule)
+
+    def _train(self, model: LitGPT, datamodule: TextDataModule, ckpt_path: Any, schedule: Schedule) -> None:
+        trainer = self.trainer
+        total = trainer.max_steps if trainer.max_steps > 0 else None
         path = self._checkpoint(ckpt_path or "auto")
         if path is None and (found := self._checkpoint("auto")) is not None:
             raise ValueError(
@@ -231,7 +240,7 @@ class PretrainCLI(LightningCLI):
             if key in val
         ]
         print(f"\nupdate {self.model.updates:,}, {self.model.tokens:,} tokens: " + ", ".join(parts))
-        files = sorted(p.name + "/" * p.is_dir() for p in self.run_dir.iterdir())
+        files = sorted(p.name + "/" * p.is_dir() for p in self.run_dir.glob("[!.]*"))
         print(f"run directory: {self.run_dir}  ({', '.join(files)})")
         if not (self.run_dir / "checkpoints").is_dir():
             return

@@ -1,16 +1,18 @@
-"""One trunk, two cooldowns, and the cosine run of the same tokens: `python -m recipes.worked_example`.
+"""One trunk, two cooldowns, and cosine runs of the same tokens: `python -m recipes.worked_example`.
 
 Does a decay cut from a stable trunk end where a cosine run ends? Hagele et al. 2024 (arXiv:2405.18392) find that 20% of
 cooldown with the shape 1 - sqrt does. For each seed this trains, from configs/wsd_vs_cosine.yaml and nothing else,
 
-    trunk               recipes.pretrain, stable rate                        480 updates
-    1-sqrt, linear      recipes.cooldown from the trunk's last checkpoint    120 updates each
-    cosine              recipes.pretrain, model.schedule.kind: cosine        600 updates: the same tokens
+    trunk                        recipes.pretrain, stable rate                        480 updates
+    1-sqrt, linear               recipes.cooldown from the trunk's last checkpoint    120 updates each
+    cosine to 0.1, cosine to 0   recipes.pretrain, model.schedule.kind: cosine        600 updates each: the same tokens
 
-and compares the validation losses at the end: per model mean and spread over the seeds, and the difference to cosine seed by
-seed (the same initial weights and data order), with its 95% confidence interval. Writes results.json, table.md and a plot.
+and compares the validation losses at the end: per model mean and spread over the seeds, and the difference to each cosine
+seed by seed (the same initial weights and data order), with its 95% confidence interval. Cosine usually ends at a tenth of
+its peak; the cooldowns end at 0, so a cosine that ends there too tells the shape from the end. Writes results.json, table.md
+and a plot.
 
-It takes 15 to 25 minutes on two idle cores, two runs at a time. Stopped (Ctrl-C, a kill), the same command continues each run
+It takes 20 to 35 minutes on two idle cores, two runs at a time. Stopped (Ctrl-C, a kill), the same command continues each run
 where it stood. The commands that it runs are printed.
 """
 
@@ -18,6 +20,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -51,7 +54,7 @@ class Job:
     """One run of the example.
 
     Attributes:
-        model: "trunk", a shape, or "cosine".
+        model: "trunk", a shape, or "cosine to RATIO".
         seed: of the weights and of the data order.
         folder: its run directory.
         steps: where it ends.
@@ -101,7 +104,7 @@ def worked_example(
     config: Path = Path("configs/wsd_vs_cosine.yaml"),
     seeds: int = 3,
     cooldown_share: float = 0.2,
-    cosine_final_ratio: float = 0.1,
+    cosine_final_ratios: tuple[float, ...] = (0.1, 0.0),
     out: Path = Path("runs/wsd_vs_cosine"),
     jobs: int = 2,
 ) -> dict[str, Any]:
@@ -111,7 +114,7 @@ def worked_example(
         config: of the trunk; its max_steps is where the cooldowns are cut.
         seeds: how many; at least 3 for a spread worth the name.
         cooldown_share: decay / all updates of a branch.
-        cosine_final_ratio: last rate / peak of the cosine runs (0.1 is the usual one; the cooldowns end at 0).
+        cosine_final_ratios: last rate / peak of the cosine runs (0.1 is the usual one; the cooldowns end at 0).
         out: folder of all runs, results.json, table.md and wsd_vs_cosine.png.
         jobs: runs at a time; they share the cores.
 
@@ -122,9 +125,9 @@ def worked_example(
         raise ValueError(
             f"seeds={seeds} must be at least 2, cooldown_share={cooldown_share} in (0, 1), jobs={jobs} at least 1"
         )
-    plan = make_jobs(config, seeds, cooldown_share, cosine_final_ratio, out)
+    plan = make_jobs(config, seeds, cooldown_share, cosine_final_ratios, out)
     console = Console()
-    for job in plan[: 2 + len(SHAPES)]:
+    for job in plan[: len(plan) // seeds]:
         console.print(f"[dim]{job.model}: {shlex.join(['python', *job.command[1:]])}[/dim]", highlight=False)
     run_jobs(plan, jobs, console)
     result = compare(plan)
@@ -144,7 +147,7 @@ def worked_example(
 
 
 def make_jobs(
-    config: Path, seeds: int, cooldown_share: float, cosine_final_ratio: float, out: Path
+    config: Path, seeds: int, cooldown_share: float, cosine_final_ratios: tuple[float, ...], out: Path
 ) -> list[Job]:
     """Return all runs, seed by seed, each trunk before what needs it."""
     settings = yaml.safe_load(config.read_text())
@@ -172,9 +175,12 @@ def make_jobs(
             ]
 
         trunk = Job("trunk", seed, out / f"trunk-{seed}", trunk_steps, 0, pretrain(f"trunk-{seed}"))
-        schedule = json.dumps({"kind": "cosine", "warmup_steps": warmup, "final_ratio": cosine_final_ratio})
-        cosine = pretrain(f"cosine-{seed}", "--trainer.max_steps", str(total), "--model.schedule", schedule)
-        found += [trunk, Job("cosine", seed, out / f"cosine-{seed}", total, 0, cosine)]
+        found.append(trunk)
+        for ratio in cosine_final_ratios:
+            schedule = json.dumps({"kind": "cosine", "warmup_steps": warmup, "final_ratio": ratio})
+            name = f"cosine-to-{ratio:g}-{seed}"
+            cosine = pretrain(name, "--trainer.max_steps", str(total), "--model.schedule", schedule)
+            found.append(Job(f"cosine to {ratio:g}", seed, out / name, total, 0, cosine))
         for shape in SHAPES:
             command = [
                 *(
@@ -202,12 +208,15 @@ def _journal(folder: Path) -> str:
 def run_jobs(plan: list[Job], at_once: int, console: Console) -> None:
     """Run what is not complete, `at_once` at a time, with a progress bar over all updates.
 
+    Stopped by SIGTERM or Ctrl-C, it lets the runs save and end first.
+
     Raises:
         RuntimeError: a run failed; the others are stopped.
     """
     threads = max(1, (os.cpu_count() or 1) // at_once)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     total = sum(job.steps - job.first for job in plan)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # stops the runs, below
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -248,10 +257,12 @@ def run_jobs(plan: list[Job], at_once: int, console: Console) -> None:
                 time.sleep(0.5)
             progress.update(bar, completed=total, description="updates")
         finally:
-            for job in plan:
-                if job.process is not None:
-                    job.process.terminate()  # CheckpointRetention saves on SIGTERM
-                    job.process.wait()
+            running = [job.process for job in plan if job.process is not None]
+            for process in running:
+                process.terminate()  # CheckpointRetention saves on SIGTERM
+            for process in running:
+                process.wait()
+            signal.signal(signal.SIGTERM, before)
 
 
 def _log_of(job: Job) -> Path:
@@ -262,7 +273,7 @@ def _log_of(job: Job) -> Path:
 
 
 def compare(plan: list[Job]) -> dict[str, Any]:
-    """Return final losses by model and seed, means and spreads, and differences to cosine with their 95% intervals."""
+    """Return final losses by model and seed, means and spreads, and differences to each cosine with their 95% intervals."""
     losses: dict[str, list[float]] = {}
     for job in plan:
         loss = job.final_loss
@@ -272,58 +283,63 @@ def compare(plan: list[Job]) -> dict[str, Any]:
         "losses": losses,
         "mean": {model: mean(values) for model, values in losses.items()},
         "spread": {model: stdev(values) for model, values in losses.items()},
-        "minus_cosine": {},
+        "minus": {},
     }
-    for shape in SHAPES:
-        differences = [a - b for a, b in zip(losses[shape], losses["cosine"], strict=True)]
-        n = len(differences)
-        half = _T95.get(n - 1, 2.0) * stdev(differences) / math.sqrt(n)
-        result["minus_cosine"][shape] = {"differences": differences, "mean": mean(differences), "ci95": half}
+    for reference in (model for model in losses if model.startswith("cosine")):
+        result["minus"][reference] = {
+            model: _difference(values, losses[reference])
+            for model, values in losses.items()
+            if model not in ("trunk", reference)
+        }
     return result
+
+
+def _difference(ours: list[float], reference: list[float]) -> dict[str, Any]:
+    by_seed = [a - b for a, b in zip(ours, reference, strict=True)]
+    half = _T95.get(len(by_seed) - 1, 2.0) * stdev(by_seed) / math.sqrt(len(by_seed))
+    return {"by_seed": by_seed, "mean": mean(by_seed), "ci95": half}
 
 
 def verdict(result: dict[str, Any]) -> str:
     """Say what came out, and no more than the intervals allow."""
     lines = []
-    for shape, d in result["minus_cosine"].items():
-        text = f"{shape} - cosine = {d['mean']:+.4f} ± {d['ci95']:.4f} nats/token (95%, {len(d['differences'])} seeds)"
-        if abs(d["mean"]) <= d["ci95"]:
-            text += ": no difference that these seeds can show"
-        else:
-            text += ": the cooldown ends " + ("lower" if d["mean"] < 0 else "higher")
-        lines.append(text)
+    for reference, differences in result["minus"].items():
+        for shape in SHAPES:
+            d = differences[shape]
+            text = f"{shape} - {reference} = {d['mean']:+.4f} ± {d['ci95']:.4f} nats/token (95%, {len(d['by_seed'])} seeds)"
+            if abs(d["mean"]) <= d["ci95"]:
+                text += ": no difference that these seeds can show"
+            else:
+                text += ": the cooldown ends " + ("lower" if d["mean"] < 0 else "higher")
+            lines.append(text)
     return "\n".join(lines)
+
+
+def _header(result: dict[str, Any]) -> list[str]:
+    minus = [f"minus {reference} (95%)" for reference in result["minus"]]
+    return ["model", "validation loss, seed by seed", "mean", "standard deviation", *minus]
 
 
 def _table_rows(result: dict[str, Any]) -> list[list[str]]:
     rows = []
     for model, values in result["losses"].items():
-        d = result["minus_cosine"].get(model)
+        differences = [of.get(model) for of in result["minus"].values()]
         rows.append(
             [
                 model,
                 " ".join(f"{v:.4f}" for v in values),
                 f"{result['mean'][model]:.4f}",
                 f"{result['spread'][model]:.4f}",
-                f"{d['mean']:+.4f} ± {d['ci95']:.4f}" if d else "",
+                *(f"{d['mean']:+.4f} ± {d['ci95']:.4f}" if d else "" for d in differences),
             ]
         )
     return rows
 
 
-_HEADER = [
-    "model",
-    "validation loss, seed by seed",
-    "mean",
-    "standard deviation",
-    "minus cosine (95% interval)",
-]
-
-
 def table(result: dict[str, Any]) -> Table:
     """Return the result for a terminal."""
     found = Table(title="validation loss at the end, nats/token", title_justify="left")
-    for name in _HEADER:
+    for name in _header(result):
         found.add_column(name)
     for row in _table_rows(result):
         found.add_row(*row)
@@ -332,7 +348,8 @@ def table(result: dict[str, Any]) -> Table:
 
 def markdown(result: dict[str, Any]) -> str:
     """Return the result for the README."""
-    lines = [_HEADER, ["---"] * len(_HEADER), *_table_rows(result)]
+    header = _header(result)
+    lines = [header, ["---"] * len(header), *_table_rows(result)]
     return (
         "\n".join("| " + " | ".join(row) + " |" for row in lines)
         + "\n\n"
@@ -352,8 +369,9 @@ def plot(plan: list[Job], result: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    colors = {"trunk": "0.5", "cosine": "tab:blue", "1-sqrt": "tab:orange", "linear": "tab:green"}
-    for model, color in colors.items():
+    colors = {"trunk": "0.5", "1-sqrt": "tab:orange", "linear": "tab:green"}
+    cosines = dict(zip(result["minus"], ("tab:blue", "tab:cyan", "tab:purple"), strict=False))
+    for model, color in (colors | cosines).items():
         curves = []
         for job in plan:
             if job.model == model:

@@ -19,6 +19,11 @@ PURE = {
     "lr_scaling",
     "memory",
     "activations",
+    "branch",
+    "plan_check",
+    "resume",
+    "run_lock",
+    "run_plan",
 }
 LIGHTNING = {
     "data",
@@ -65,7 +70,9 @@ def imports(file, top_level_only=False):
                 yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{file.name}:{node.lineno} imports relatively"
-            yield node.lineno, node.module
+            files_named = [a.name for a in node.names if (ROOT / node.module / f"{a.name}.py").is_file()]
+            for name in [f"{node.module}.{n}" for n in files_named] or [node.module]:
+                yield node.lineno, name
 
 
 def files(folder):

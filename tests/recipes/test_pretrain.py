@@ -211,6 +211,20 @@ def test_a_fresh_start_over_checkpoints_is_refused(place):
         fit("--ckpt_path", "none")
 
 
+def test_two_trainings_in_one_directory_are_refused_before_anything_is_written(place):
+    hold = "import fcntl, time\nf = open('runs/small/.lock', 'a')\nfcntl.lockf(f, fcntl.LOCK_EX)\nprint('held', flush=True)\ntime.sleep(60)"
+    (place / "runs" / "small").mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE) as other:
+        try:
+            other.stdout.readline()
+            with pytest.raises(RuntimeError, match=r"runs/small is being trained by another process"):
+                fit()
+        finally:
+            other.kill()
+    assert [p.name for p in (place / "runs" / "small").iterdir()] == [".lock"]
+    fit()
+
+
 def test_another_architecture_is_refused_with_the_differences(place):
     fit()
     with pytest.raises(ValueError, match=r"holds another model \(n_layer: 2 in the checkpoint, 3 now\)"):

@@ -1,4 +1,7 @@
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,14 +46,14 @@ def job(folder, model, seed, loss, first=0, steps=4, needs=None, stop=0):
 def plan_of(folder, **stop):
     losses = {
         "trunk": [3.0, 3.1, 3.2],
-        "cosine": [2.0, 2.1, 2.2],
+        "cosine to 0.1": [2.0, 2.1, 2.2],
         "1-sqrt": [1.9, 2.0, 2.1],
         "linear": [2.0, 2.2, 2.1],
     }
     jobs = []
     for seed in range(3):
         trunk = job(folder, "trunk", seed, losses["trunk"][seed], stop=stop.get("trunk", 0))
-        jobs += [trunk, job(folder, "cosine", seed, losses["cosine"][seed], steps=6)]
+        jobs += [trunk, job(folder, "cosine to 0.1", seed, losses["cosine to 0.1"][seed], steps=6)]
         jobs += [job(folder, s, seed, losses[s][seed], 4, 6, trunk) for s in ("1-sqrt", "linear")]
     return jobs
 
@@ -60,14 +63,14 @@ def test_all_runs_are_made_and_compared(tmp_path):
     run_jobs(plan, 2, Console(quiet=True))
     assert sum(j.done for j in plan) == 3 * (4 + 6 + 2 + 2)
     result = compare(plan)
-    assert result["mean"]["cosine"] == pytest.approx(2.1)
-    assert result["spread"]["cosine"] == pytest.approx(0.1)
+    assert result["mean"]["cosine to 0.1"] == pytest.approx(2.1)
+    assert result["spread"]["cosine to 0.1"] == pytest.approx(0.1)
     # Differences -0.1 three times; and 0, 0.1, -0.1: mean 0, deviation 0.1, 4.30 * 0.1 / sqrt(3).
-    assert result["minus_cosine"]["1-sqrt"]["mean"] == pytest.approx(-0.1)
-    assert result["minus_cosine"]["1-sqrt"]["ci95"] == pytest.approx(0.0, abs=1e-12)
-    assert result["minus_cosine"]["linear"]["ci95"] == pytest.approx(4.30 * 0.1 / 3**0.5)
+    assert result["minus"]["cosine to 0.1"]["1-sqrt"]["mean"] == pytest.approx(-0.1)
+    assert result["minus"]["cosine to 0.1"]["1-sqrt"]["ci95"] == pytest.approx(0.0, abs=1e-12)
+    assert result["minus"]["cosine to 0.1"]["linear"]["ci95"] == pytest.approx(4.30 * 0.1 / 3**0.5)
     text = verdict(result)
-    assert "1-sqrt - cosine = -0.1000" in text and "the cooldown ends lower" in text
+    assert "1-sqrt - cosine to 0.1 = -0.1000" in text and "the cooldown ends lower" in text
     assert "no difference that these seeds can show" in text
     assert "| 1-sqrt | 1.9000 2.0000 2.1000 | 2.0000 | 0.1000 | -0.1000 ± 0.0000 |" in markdown(result)
     plot(plan, result, tmp_path / "plot.png")
@@ -86,12 +89,37 @@ def test_a_failed_run_names_its_log_and_the_same_command_goes_on(tmp_path):
     run_jobs(again, 2, Console(quiet=True))  # complete: nothing runs
 
 
+def test_a_stopped_example_leaves_no_run_behind(tmp_path):
+    ran = """
+import pathlib, sys, threading, os, signal, time
+from rich.console import Console
+from recipes.worked_example import Job, run_jobs
+folder = pathlib.Path(sys.argv[1])
+code = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
+def stop():
+    while not pathlib.Path("pid").exists():
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=stop, daemon=True).start()
+run_jobs([Job("trunk", 0, folder / "trunk-0", 4, 0, [sys.executable, "-c", code])], 1, Console(quiet=True))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", ran, str(tmp_path)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+
+
 def test_the_commands_of_the_real_example():
     config = ROOT / "configs" / "wsd_vs_cosine.yaml"
-    plan = make_jobs(config, 3, 0.2, 0.1, Path("runs/x"))
+    plan = make_jobs(config, 3, 0.2, (0.1, 0.0), Path("runs/x"))
     settings = yaml.safe_load(config.read_text())
-    assert len(plan) == 12
-    assert sum(j.steps - j.first for j in plan) == 3 * (480 + 120 + 120 + 600)
+    assert len(plan) == 15
+    assert sum(j.steps - j.first for j in plan) == 3 * (480 + 120 + 120 + 600 + 600)
     by_model = {j.model: j for j in plan if j.seed == 2}
     assert by_model["1-sqrt"].needs is by_model["trunk"]
     assert by_model["1-sqrt"].folder == Path("runs/x/trunk-2-cooldown-480-1-sqrt")
@@ -103,11 +131,13 @@ def test_the_commands_of_the_real_example():
         "--shape",
         "1-sqrt",
     ]
-    cosine = by_model["cosine"].command
-    assert (
-        json.loads(cosine[cosine.index("--model.schedule") + 1])["warmup_steps"]
-        == settings["model"]["schedule"]["warmup_steps"]
-    )
+    cosine = by_model["cosine to 0.1"].command
+    assert by_model["cosine to 0"].command != cosine
+    assert json.loads(cosine[cosine.index("--model.schedule") + 1]) == {
+        "kind": "cosine",
+        "warmup_steps": settings["model"]["schedule"]["warmup_steps"],
+        "final_ratio": 0.1,
+    }
     assert cosine[cosine.index("--trainer.max_steps") + 1] == "600"
     assert cosine[cosine.index("--data.seed") + 1] == "2" == cosine[cosine.index("--seed_everything") + 1]
     # Every model is validated at its last update.

@@ -1,0 +1,55 @@
+"""One process trains into a run's directory at a time (layer P, standard library only).
+
+Two trainings into one directory mix their journals and prune each other's checkpoints, and neither notices: a job submitted
+twice, or one that outlived the terminal it was started from. The lock is the kernel's (POSIX record locks, which NFS and Lustre
+know): a killed process loses it at once, and nothing is left to clean up.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+NAME = ".lock"
+_HELD = (errno.EACCES, errno.EAGAIN)
+_UNKNOWN = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+
+
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[bool]:
+    """Hold the directory for this process; it is made if it does not exist.
+
+    Args:
+        run_dir: of the run.
+
+    Yields:
+        Whether it is held; False where the file system knows no locks.
+
+    Raises:
+        RuntimeError: another process trains there.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / NAME
+    # Append mode: opening must not wipe the holder's name. Not inherited by forked data workers, unlike flock.
+    with open(path, "a+") as f:
+        try:
+            fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            if e.errno in _UNKNOWN:
+                yield False
+                return
+            if e.errno not in _HELD:
+                raise
+            f.seek(0)
+            holder = f.read().strip() or "another process"
+            raise RuntimeError(
+                f"{run_dir} is being trained by {holder}: two trainings in one directory would overwrite each other's "
+                f"checkpoints. Wait for it or end it, choose another --run, or, if it is surely gone, delete {path}"
+            ) from None
+        f.truncate(0)
+        f.write(f"process {os.getpid()} on {socket.gethostname()}")
+        f.flush()
+        yield True
