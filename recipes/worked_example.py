@@ -44,8 +44,24 @@ from rich.table import Table
 
 from recipes.pretrain import run_command
 
-# Quantiles of Student's t for a two-sided 95% interval, by degrees of freedom.
-_T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+# Quantiles of Student's t for a two-sided 95% interval, by degrees of freedom: any two-sided table.
+_T95 = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+)
 SHAPES = ("1-sqrt", "linear")
 
 
@@ -71,6 +87,8 @@ class Job:
     command: list[str]
     needs: "Job | None" = None
     process: subprocess.Popen[Any] | None = field(default=None, repr=False)
+    _rows: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict, repr=False)
+    _read_bytes: int = field(default=0, repr=False)
 
     @property
     def name(self) -> str:
@@ -78,13 +96,19 @@ class Job:
         return f"{self.model}, seed {self.seed}"
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
-        """Return the lines of one kind in its journal, the last of each step."""
+        """Return the lines of one kind in its journal, the last of each step; only what was added is read."""
         file = self.folder / "journal.jsonl"
-        rows: dict[int, dict[str, Any]] = {}
-        for line in file.read_text().splitlines() if file.is_file() else []:
-            if line.endswith("}") and f'"kind": "{kind}"' in line:
-                row = json.loads(line)
-                rows[row["step"]] = row
+        if file.is_file():
+            with open(file, "rb") as f:
+                f.seek(self._read_bytes)
+                added = f.read()
+            whole = added[: added.rfind(b"\n") + 1]
+            self._read_bytes += len(whole)
+            for line in whole.splitlines():
+                if line.endswith(b"}"):  # else torn by a kill
+                    row = json.loads(line)
+                    self._rows.setdefault(row["kind"], {})[row["step"]] = row
+        rows = self._rows.get(kind, {})
         return [rows[step] for step in sorted(rows)]
 
     @property
@@ -121,9 +145,9 @@ def worked_example(
     Raises:
         RuntimeError: a run failed; the message names its log.
     """
-    if seeds < 2 or not 0 < cooldown_share < 1 or jobs < 1:
+    if not 2 <= seeds <= len(_T95) + 1 or not 0 < cooldown_share < 1 or jobs < 1:
         raise ValueError(
-            f"seeds={seeds} must be at least 2, cooldown_share={cooldown_share} in (0, 1), jobs={jobs} at least 1"
+            f"seeds={seeds} must be 2 to {len(_T95) + 1}, cooldown_share={cooldown_share} in (0, 1), jobs={jobs} at least 1"
         )
     plan = make_jobs(config, seeds, cooldown_share, cosine_final_ratios, out)
     console = Console()
@@ -296,7 +320,7 @@ def compare(plan: list[Job]) -> dict[str, Any]:
 
 def _difference(ours: list[float], reference: list[float]) -> dict[str, Any]:
     by_seed = [a - b for a, b in zip(ours, reference, strict=True)]
-    half = _T95.get(len(by_seed) - 1, 2.0) * stdev(by_seed) / math.sqrt(len(by_seed))
+    half = _T95[len(by_seed) - 2] * stdev(by_seed) / math.sqrt(len(by_seed))
     return {"by_seed": by_seed, "mean": mean(by_seed), "ci95": half}
 
 

@@ -9,6 +9,9 @@ os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# Before rich, whose Union[float, int] typing would hand to Lightning's Union[int, float]: the command line would then read
+# `--trainer.limit_val_batches 1` as 1.0, all of them. The recipes that train import Lightning first.
+import lightning.pytorch  # noqa: F401
 import pytest
 import torch
 

@@ -65,10 +65,10 @@ def test_all_runs_are_made_and_compared(tmp_path):
     result = compare(plan)
     assert result["mean"]["cosine to 0.1"] == pytest.approx(2.1)
     assert result["spread"]["cosine to 0.1"] == pytest.approx(0.1)
-    # Differences -0.1 three times; and 0, 0.1, -0.1: mean 0, deviation 0.1, 4.30 * 0.1 / sqrt(3).
+    # Differences -0.1 three times; and 0, 0.1, -0.1: mean 0, deviation 0.1, 4.303 * 0.1 / sqrt(3).
     assert result["minus"]["cosine to 0.1"]["1-sqrt"]["mean"] == pytest.approx(-0.1)
     assert result["minus"]["cosine to 0.1"]["1-sqrt"]["ci95"] == pytest.approx(0.0, abs=1e-12)
-    assert result["minus"]["cosine to 0.1"]["linear"]["ci95"] == pytest.approx(4.30 * 0.1 / 3**0.5)
+    assert result["minus"]["cosine to 0.1"]["linear"]["ci95"] == pytest.approx(4.303 * 0.1 / 3**0.5)
     text = verdict(result)
     assert "1-sqrt - cosine to 0.1 = -0.1000" in text and "the cooldown ends lower" in text
     assert "no difference that these seeds can show" in text
@@ -87,6 +87,20 @@ def test_a_failed_run_names_its_log_and_the_same_command_goes_on(tmp_path):
     for j in again:
         j.command = [sys.executable, "-c", "raise SystemExit(1)"]
     run_jobs(again, 2, Console(quiet=True))  # complete: nothing runs
+
+
+def test_a_journal_is_read_as_it_grows(tmp_path):
+    one = job(tmp_path, "trunk", 0, 3.0)
+    assert one.done == 0 and one.final_loss is None
+    one.folder.mkdir()
+    with open(one.folder / "journal.jsonl", "w") as f:
+        f.write(
+            '{"kind": "update", "step": 1}\n{"kind": "upd\n{"kind": "update", "step": 2}\n{"kind": "update", "st'
+        )
+        f.flush()
+        assert one.done == 2
+        f.write('ep": 3}\n{"kind": "validation", "step": 4, "val/loss": 2.5}\n')
+    assert one.done == 3 and one.final_loss == 2.5
 
 
 def test_a_stopped_example_leaves_no_run_behind(tmp_path):
