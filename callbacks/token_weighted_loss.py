@@ -238,6 +238,16 @@ class TokenWeightedLoss(pl.Callback):
         self.empty_updates = int(state_dict.get("empty_updates", 0))
         self._saved = {k: state_dict[k] for k in ("layout", "nominal") if k in state_dict}
 
+    @property
+    def window(self) -> tuple[Any, Any]:
+        """Sum of token losses (nats) and tokens on this rank, of the window so far; numbers or scalar tensors."""
+        return self._loss_sum, self._num_tokens
+
+    @property
+    def nominal_tokens(self) -> float:
+        """Each micro-batch's gradient is scaled by (its tokens / this) until the window ends; 0 before a fit's first one."""
+        return self._nominal
+
     # -- each micro-batch
 
     def _count(self, batch: Any, device: torch.device) -> _Count | None:
