@@ -1,64 +1,77 @@
-import os
+import math
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from callbacks.grad_norm import GradNormMonitor
-from lit_gpt_loop.lr_scaling import noise_estimate, simple_noise_scale
-from lit_gpt_loop.noise_scale import NoiseScale
-from lit_gpt_loop.strategies import DDP
+from callbacks.token_weighted_loss import TokenWeightedLoss
+from lit_gpt_loop.grad_squares import sum_of_squares
+from lit_gpt_loop.noise_scale import NoiseScale, _exchanges_every_micro_batch
+from lit_gpt_loop.strategies import FSDP2
+from tests.distributed import noise_jobs
+from tests.distributed.toys import Toy, fit
 
-NOISE = 2.0
-
-
-class Noisy(pl.LightningModule):
-    """The gradient of a sample is the sample itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(4, 1, bias=False)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+MASKS = ("none", "half", "random", "empty")
 
 
-def fit(callbacks, accumulate=4, steps=300, strategy="auto", devices=1, module=None, **kwargs):
-    generator = torch.Generator().manual_seed(0)
-    data = torch.tensor([3.0, 4.0, 0.0, 0.0]) + NOISE * torch.randn(
-        8 * accumulate * steps * devices, 4, generator=generator
-    )
-    if devices > 1:
-        data = data[int(os.environ["RANK"]) :: devices]
-    trainer = pl.Trainer(
-        use_distributed_sampler=False, max_steps=steps, accumulate_grad_batches=accumulate, accelerator="cpu", devices=devices, strategy=strategy, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks, **kwargs,
-    )  # fmt: skip
-    trainer.fit(module or Noisy(), DataLoader(data, batch_size=8))
-    return trainer
+def watchers():
+    return [TokenWeightedLoss(), GradNormMonitor()]
 
 
-def test_it_is_the_formula_on_micro_batches():
-    generator = torch.Generator().manual_seed(0)
-    data = torch.tensor([3.0, 4.0, 0.0, 0.0]) + NOISE * torch.randn(8 * 4 * 2, 4, generator=generator)
-    estimates = []
-    for update in data.split(32):
-        small, big = update[:8].mean(0), update.mean(0)
-        estimates.append(noise_estimate(float(small @ small), float(big @ big), 1, 4))
-    trainer = fit([GradNormMonitor(), NoiseScale(memory=100, warmup=2)], steps=2)
-    assert float(trainer.callback_metrics["optim/noise_scale"]) == pytest.approx(
-        simple_noise_scale(estimates), rel=1e-5
-    )
+def check(answer, rel=1e-5):
+    """Both unknowns agree with the reference; `rel` is of the squared norms that they are differences of."""
+    (grad, noise), (expected_grad, expected_noise) = answer["measured"], answer["expected"]
+    assert grad == pytest.approx(expected_grad, rel=rel)
+    assert noise == pytest.approx(expected_noise, abs=rel * 20 * expected_grad)  # 24 tokens per micro-batch
+    if expected_noise > 0:
+        assert answer["logged"][-1] == pytest.approx(noise / grad)
+
+
+@pytest.mark.parametrize("masks", MASKS)
+def test_it_is_what_the_gradients_of_the_micro_batches_say(masks):
+    answer = noise_jobs.measure(masks=masks)
+    check(answer)
+    assert len(answer["logged"]) == (2 if masks == "empty" else 3)  # a part without a token says nothing
+
+
+def test_the_loss_scale_is_divided_out():
+    check(noise_jobs.measure(precision="16-mixed", masks="half"), rel=2e-3)  # fp16 has 11 bits
+
+
+def test_a_short_window_counts_unless_it_has_one_micro_batch():
+    answer = noise_jobs.measure(drop=2)
+    check(answer)
+    assert len(answer["logged"]) == 3
+    answer = noise_jobs.measure(drop=3)
+    check(answer)
+    assert len(answer["logged"]) == 2
+
+
+def test_a_skipped_update_says_nothing():
+    class NanLoss(Toy):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (math.nan if batch_idx == 3 else 1.0)
+
+    scale = NoiseScale(warmup=1)
+    parts = noise_jobs.micro_batches(1, 2, 3, "none")
+    monitor = GradNormMonitor()
+    fit(NanLoss(lr=0.0), parts, callbacks=[TokenWeightedLoss(), monitor, scale], accumulate=2)
+    assert (monitor.counts.skipped, scale.num_updates) == (1, 2)
+    plain = NoiseScale(warmup=1)
+    fit(Toy(lr=0.0), parts[:2] + parts[4:], callbacks=[*watchers(), plain], accumulate=2)
+    assert scale.average == plain.average
 
 
 def test_averages_survive_a_restart_and_nothing_is_logged_before_the_warmup():
     scale = NoiseScale(warmup=50)
-    trainer = fit([GradNormMonitor(), scale], steps=5)
+    trainer, logger, _ = fit(
+        Toy(lr=0.0),
+        noise_jobs.micro_batches(1, 2, 5, "none"),
+        callbacks=[*watchers(), scale],
+        accumulate=2,
+    )
     assert "optim/noise_scale" not in trainer.callback_metrics
+    assert logger.series("optim/noise_scale") == []
     again = NoiseScale()
     again.load_state_dict(scale.state_dict())
     assert (again.average, again.num_updates) == (scale.average, 5)
@@ -67,30 +80,104 @@ def test_averages_survive_a_restart_and_nothing_is_logged_before_the_warmup():
 @pytest.mark.parametrize(
     ("callbacks", "accumulate", "message"),
     [
-        ([NoiseScale(), GradNormMonitor()], 4, "list GradNormMonitor before it"),
-        ([NoiseScale()], 4, "list GradNormMonitor before it"),
-        ([GradNormMonitor(), NoiseScale()], 1, "one micro-batch per update"),
+        ([TokenWeightedLoss(), NoiseScale(), GradNormMonitor()], 4, "list GradNormMonitor before it"),
+        ([TokenWeightedLoss(), NoiseScale()], 4, "list GradNormMonitor before it"),
+        ([GradNormMonitor(), NoiseScale()], 4, "list TokenWeightedLoss before it"),
+        ([*watchers(), NoiseScale()], 1, "one micro-batch per update"),
     ],
 )
 def test_what_it_cannot_measure_is_refused(callbacks, accumulate, message):
     with pytest.raises(ValueError, match=message):
-        fit(callbacks, accumulate, steps=1)
+        fit(
+            Toy(),
+            noise_jobs.micro_batches(1, accumulate, 1, "none"),
+            callbacks=callbacks,
+            accumulate=accumulate,
+        )
     with pytest.raises(ValueError, match="at least 1"):
         NoiseScale(memory=0)
 
 
-def on_ranks():
-    trainer = fit([GradNormMonitor(), NoiseScale(warmup=2)], strategy=DDP(), devices=2, steps=2)
-    return float(trainer.callback_metrics["optim/noise_scale"])
+def test_strategies_that_show_no_micro_batch_are_refused():
+    class Mesh:
+        mesh_dim_names = ("data_parallel", "tensor_parallel")
+
+        def __getitem__(self, name):
+            return self
+
+        def size(self):
+            return 2
+
+    class Tensorwise(FSDP2):
+        device_mesh = Mesh()
+
+    with pytest.raises(ValueError, match="2 ranks share theirs by tensor parallelism"):
+        _exchanges_every_micro_batch(Tensorwise(sync_every_micro_batch=True))
+    with pytest.raises(ValueError, match="does not know when object exchanges gradients"):
+        _exchanges_every_micro_batch(object())
 
 
-def test_on_two_ranks_the_small_batch_is_each_ranks_first_one(ranks2):
+def test_the_norm_of_a_part_is_as_exact_as_that_of_the_whole():
     generator = torch.Generator().manual_seed(0)
-    data = torch.tensor([3.0, 4.0, 0.0, 0.0]) + NOISE * torch.randn(8 * 4 * 2 * 2, 4, generator=generator)
-    estimates = []
-    for update in data.split(64):
-        firsts = [update[rank::2][:8].mean(0) for rank in range(2)]
-        big = update.mean(0)
-        estimates.append(noise_estimate(float(sum(g @ g for g in firsts)) / 2, float(big @ big), 1, 8))
-    first, second = ranks2.run(on_ranks)
-    assert first == second == pytest.approx(simple_noise_scale(estimates), rel=1e-5)
+    tensors = [torch.randn(n, generator=generator) for n in (1, 1000, 5000, 3 * 2**20 + 7)]
+    exact = sum(float(t.double().square().sum()) for t in tensors)
+    assert float(sum_of_squares(tensors)) == pytest.approx(exact, rel=1e-7)
+    assert float(sum_of_squares([t.double() for t in tensors])) == pytest.approx(exact, rel=1e-12)
+    assert float(sum_of_squares([])) == 0.0
+
+
+SYNCED = {"sync_every_micro_batch": True}
+CASES = [
+    {"strategy": "DDP", "masks": "random"},
+    {"strategy": "DDP", "masks": "random", **SYNCED},
+    {"strategy": "FSDP", "masks": "random"},
+    {"strategy": "FSDP", "masks": "random", **SYNCED},
+    {"strategy": "FSDP2", "masks": "random", **SYNCED},
+]
+MORE_CASES = [
+    {"strategy": "DDP", "masks": "empty"},
+    {"strategy": "DDP", "masks": "empty", **SYNCED},
+    {"strategy": "DDP", "masks": "half"},
+    {"strategy": "DDP", "masks": "half", **SYNCED},
+    {"strategy": "FSDP", "masks": "empty", "sharding_strategy": "NO_SHARD", **SYNCED},
+    {"strategy": "DDP", "drop": 3},
+    {"strategy": "FSDP", "drop": 3},
+    {"strategy": "FSDP2", "drop": 3, **SYNCED},
+    {"strategy": "DDP", "precision": "16-mixed"},
+    {"strategy": "FSDP", "precision": "16-mixed"},
+    {"strategy": "FSDP2", "precision": "16-mixed", **SYNCED},
+    {"strategy": "FSDP", "param_dtype": "bf16"},
+]
+
+
+def on_ranks(cases):
+    return [noise_jobs.measure(**case) for case in cases]
+
+
+def refused_on_ranks():
+    messages = []
+    for case in ({"strategy": "FSDP2"}, {"strategy": "FSDP", "use_orig_params": False}):
+        with pytest.raises(ValueError) as error:
+            noise_jobs.measure(**case)
+        messages.append(str(error.value))
+    return messages
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)])
+def test_on_two_ranks(ranks2, cases):
+    first, second = ranks2.run(on_ranks, cases)
+    assert first == second
+    for case, answer in zip(cases, first, strict=True):
+        low = 2e-3 if "precision" in case else 2e-2 if "param_dtype" in case else 1e-5
+        try:
+            check(answer, low)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {answer}") from error
+        assert len(answer["logged"]) == (2 if "drop" in case else 3)
+
+
+def test_on_two_ranks_what_it_cannot_measure_is_refused(ranks2):
+    first, second = ranks2.run(refused_on_ranks)
+    assert first == second
+    assert "FSDP2(sync_every_micro_batch=True)" in first[0]
+    assert "leave use_orig_params out" in first[1]
