@@ -133,7 +133,6 @@ def read_run_spec(
         precision = "bf16-mixed"
         notes.append("precision: bf16-mixed (the run picks bf16 where the hardware is fast at it)")
     max_steps = trainer.get("max_steps")
-    accumulate = trainer.get("accumulate_grad_batches") or 1
     global_batch = data["global_batch_size"]
     if global_batch is None and data["global_batch_tokens"] is not None:
         global_batch, rest = divmod(data["global_batch_tokens"], data["context_length"])
@@ -142,14 +141,13 @@ def read_run_spec(
                 f"data.global_batch_tokens={data['global_batch_tokens']} is no multiple of data.context_length="
                 f"{data['context_length']}: use {max(1, round(data['global_batch_tokens'] / data['context_length'])) * data['context_length']}"
             )
-    if global_batch is None:
-        global_batch = data["micro_batch_size"] * accumulate * num_devices
     schedule = model["schedule"] or {}
     return RunSpec(
         name=str(config.get("run") or name),
         config=shape,
         micro_batch=data["micro_batch_size"],
         global_batch=global_batch,
+        accumulation=trainer.get("accumulate_grad_batches") or 1,
         max_steps=None if max_steps in (None, -1) else int(max_steps),
         max_tokens=config.get("max_tokens"),
         schedule=ScheduleConfig(**_known(schedule, ScheduleConfig, "model.schedule")),

@@ -1,13 +1,14 @@
-"""A run's plan as tables for a terminal and as a picture of its schedule (for `recipes.plan` and the report)."""
+"""A run's plan as tables for a terminal and as a picture of its schedule (for `recipes.plan`)."""
 
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from lit_gpt_loop.budget import CHINCHILLA_TOKENS_PER_PARAM, Proposal, compute_optimal_size
 from lit_gpt_loop.devices import Device
-from lit_gpt_loop.memory import GIB, RESERVED_SHARE
+from lit_gpt_loop.memory import GIB, RESERVED_SHARE, Fit
 from lit_gpt_loop.plan_check import Compared
 from lit_gpt_loop.run_plan import RunPlan
 
@@ -107,42 +108,59 @@ def _memory_table(plan: RunPlan, device: Device | None) -> Table:
         if device is not None and device.memory_bytes
         else ""
     )
+    every = plan.activation_checkpointing or 1
     table = Table(
-        title=f"memory of one device at its peak, {unit} (micro-batch {plan.micro_batch}{where})",
+        title=f"memory of one device, {unit} (micro-batch {plan.micro_batch}{where})",
         title_justify="left",
-        caption="* as configured. params: under mixed precision these are the fp32 master weights; low-prec.: autocast's copies. peak: "
-        "what is live at once, less than each part's own maximum together. recomputed: every block checkpointed. fits: largest "
-        f"micro-batch, with {RESERVED_SHARE:.0%} of the device left to the framework.",
+        caption="* as configured. Each part's own maximum; the peak is what is live at once, less than their sum. params: under mixed "
+        "precision the fp32 master weights; low-prec.: autocast's copies. recomp.: with "
+        f"{'every block' if every == 1 else f'one of {every} blocks'} recomputed in backward. fits: largest micro-batch that divides "
+        f"an update, with {RESERVED_SHARE:.0%} of the device left to the framework; all: a device's whole share of an update, memory "
+        "would take more; -: an update does not divide over so many devices.",
         caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
+        show_edge=False,
     )
-    table.add_column("strategy")
+    table.add_column("strategy", vertical="bottom", no_wrap=True)
     for name in (
-        "devices",
-        "params",
-        "grads",
-        "moments",
-        "low-prec.",
-        "gathered",
-        "activ.",
-        "logits",
-        "temp.",
-    ):
-        table.add_column(name, justify="right")
-    for name in ("peak", "fits", "recomputed", "fits"):
-        table.add_column(name, justify="right", style="bold" if name == "peak" else "")
+        "devices", "params", "grads", "moments", "low-\nprec.", "gath-\nered", "activ.", "recomp.\nactiv.", "logits", "temp.",
+        "peak", "fits", "recomp.\npeak", "recomp.\nfits",
+    ):  # fmt: skip
+        table.add_column(name, justify="right", vertical="bottom", no_wrap=True)
     for row in plan.memory:
+        parts = {name: _number(value / size) for name, value in row.plain.maxima.items()}
+        activations = parts.pop("activations")
+        again = _number(row.checkpointed.maxima["activations"] / size)
+        *first, logits, temporaries = parts.values()
+        peaks = [_number(memory.peak_bytes / size) for memory in (row.plain, row.checkpointed)]
+        if row.as_configured:
+            configured = int(plan.activation_checkpointing > 0)
+            peaks[configured] = f"[bold]{peaks[configured]}[/bold]"
         table.add_row(
             row.strategy + (" *" if row.as_configured else ""),
             str(row.num_devices),
-            *(_number(v / size) for v in row.plain.parts.values()),
-            _number(row.plain.peak / size),
-            "" if row.largest_micro_batch is None else str(row.largest_micro_batch or "none"),
-            _number(row.checkpointed.peak / size),
-            ""
-            if row.largest_micro_batch_checkpointed is None
-            else str(row.largest_micro_batch_checkpointed or "none"),
+            *first,
+            activations,
+            again,
+            logits,
+            temporaries,
+            peaks[0],
+            _fit(row.plain.fit),
+            peaks[1],
+            _fit(row.checkpointed.fit),
         )
     return table
+
+
+def _fit(fit: Fit | None) -> str:
+    if fit is None:
+        return ""
+    if fit.limit == "devices":
+        return "-"
+    sign = {"batch": "all ", "search": ">"}.get(fit.limit, "")
+    return f"{sign}{fit.micro_batch}" if fit.micro_batch else "none"
 
 
 def _checkpoint_lines(plan: RunPlan) -> list[tuple[str, str]]:

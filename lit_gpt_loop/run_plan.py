@@ -1,8 +1,8 @@
 """A whole run on paper: from what the configuration says to what it will take (layer P, standard library only).
 
 `RunSpec` is the question, `plan_run` answers with a `RunPlan` of plain numbers, which `recipes.plan` prints, writes to
-plan.json and `recipes.report` holds against what was measured. The arithmetic is in `budget.py`, `flops.py`, `memory.py` and
-`schedules.py`.
+plan.json and, with `--against RUN`, holds against what was measured (`plan_check.py`). The arithmetic is in `budget.py`,
+`flops.py`, `memory.py` and `schedules.py`.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +19,16 @@ from lit_gpt_loop.flops import (
     num_matmul_params,
     recomputed_flops_per_token,
 )
-from lit_gpt_loop.memory import Layout, MemoryPlan, Strategy, largest_micro_batch, plan_memory
+from lit_gpt_loop.memory import (
+    Fit,
+    Layout,
+    MemoryPlan,
+    Strategy,
+    largest_micro_batch,
+    part_maxima,
+    plan_memory,
+    plan_moments,
+)
 from lit_gpt_loop.sample_order import accumulation
 from lit_gpt_loop.schedules import Schedule, ScheduleConfig, ScheduleSummary, summarize
 
@@ -50,7 +59,8 @@ class RunSpec:
         name: of the run.
         config: the model's shape.
         micro_batch: sequences per device at a time.
-        global_batch: sequences per update over all devices; None is one micro-batch on each device.
+        global_batch: sequences per update over all devices; None is `accumulation` micro-batches on each device.
+        accumulation: micro-batches per update and device where `global_batch` is None.
         max_steps: updates; None needs `max_tokens`.
         max_tokens: a budget instead of `max_steps`.
         schedule: of the learning rate.
@@ -76,6 +86,7 @@ class RunSpec:
     config: GPTConfig
     micro_batch: int
     global_batch: int | None = None
+    accumulation: int = 1
     max_steps: int | None = None
     max_tokens: int | None = None
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -98,16 +109,41 @@ class RunSpec:
 
 
 @dataclass(frozen=True)
+class DeviceMemory:
+    """What one device holds.
+
+    Attributes:
+        peak_bytes: the most at any moment.
+        at_peak: parts at that moment, bytes.
+        maxima: part -> its own most at any moment, bytes; together above the peak.
+        fit: the largest micro-batch; None where the device's memory is not known.
+    """
+
+    peak_bytes: float
+    at_peak: MemoryPlan
+    maxima: dict[str, float]
+    fit: Fit | None
+
+
+@dataclass(frozen=True)
 class MemoryRow:
-    """One layout: the peak of one device by part, without and with every block recomputed, and what fits."""
+    """One layout at the configured micro-batch.
+
+    Attributes:
+        strategy: of the layout.
+        num_devices: all devices.
+        as_configured: whether it is the run's own.
+        accumulation: micro-batches per update, with which the memory is counted.
+        plain: without recomputation.
+        checkpointed: with activation checkpointing, at the configured interval or else of every block.
+    """
 
     strategy: Strategy
     num_devices: int
     as_configured: bool
-    plain: MemoryPlan
-    checkpointed: MemoryPlan
-    largest_micro_batch: int | None
-    largest_micro_batch_checkpointed: int | None
+    accumulation: int
+    plain: DeviceMemory
+    checkpointed: DeviceMemory
 
 
 @dataclass(frozen=True)
@@ -139,6 +175,7 @@ class RunPlan:
     num_matmul_params: int
     micro_batch: int
     accumulation: int
+    activation_checkpointing: int
     global_batch: int
     tokens_per_update: int
     total_steps: int | None
@@ -173,7 +210,9 @@ def plan_run(spec: RunSpec) -> RunPlan:
         ValueError: a batch that does not divide, phases that overlap, two budgets; each names the remedy.
     """
     config, counts = spec.config, count_parameters(spec.config)
-    global_batch = spec.global_batch or spec.micro_batch * spec.num_devices
+    global_batch = spec.global_batch or budget.sequences_per_update(
+        spec.micro_batch, spec.accumulation, spec.num_devices
+    )
     accumulate = accumulation(global_batch, spec.micro_batch, spec.num_devices)
     per_update = global_batch * config.context_length
     steps = spec.max_steps
@@ -207,6 +246,7 @@ def plan_run(spec: RunSpec) -> RunPlan:
         num_matmul_params=num_matmul_params(config),
         micro_batch=spec.micro_batch,
         accumulation=accumulate,
+        activation_checkpointing=config.activation_checkpointing,
         global_batch=global_batch,
         tokens_per_update=per_update,
         total_steps=steps,
@@ -228,7 +268,7 @@ def plan_run(spec: RunSpec) -> RunPlan:
         peak_memory_bytes=plan_memory(
             config, spec.micro_batch, layout, spec.precision, accumulate, spec.device_type
         ).peak,
-        memory=_memory_rows(spec, global_batch),
+        memory=_memory_rows(spec),
         checkpoint=_checkpoint(spec, steps, step_s),
         schedule=schedule,
         schedule_summary=summarize(schedule) if schedule is not None else None,
@@ -245,7 +285,7 @@ def _layout(spec: RunSpec, strategy: Strategy, num_devices: int) -> Layout:
     )
 
 
-def _memory_rows(spec: RunSpec, global_batch: int) -> list[MemoryRow]:
+def _memory_rows(spec: RunSpec) -> list[MemoryRow]:
     """Return the layouts worth comparing: one device, copies, shards over a node, over all, and over eight nodes."""
     node = spec.devices_per_node
     counts = sorted({node, spec.num_devices, 8 * node} - {1})
@@ -256,26 +296,40 @@ def _memory_rows(spec: RunSpec, global_batch: int) -> list[MemoryRow]:
     for strategy in ("fsdp", "fsdp2"):
         wanted += [(strategy, n) for n in counts]
     wanted += [("hybrid", n) for n in counts if n > node and n % node == 0]
-    return [_memory_row(spec, strategy, n, global_batch) for strategy, n in wanted]
+    return [_memory_row(spec, strategy, n) for strategy, n in wanted]
 
 
-def _memory_row(spec: RunSpec, strategy: Strategy, num_devices: int, global_batch: int) -> MemoryRow:
+def _memory_row(spec: RunSpec, strategy: Strategy, num_devices: int) -> MemoryRow:
     layout = _layout(spec, strategy, num_devices)
-    accumulate = max(1, global_batch // (spec.micro_batch * num_devices))
+    accumulate = spec.accumulation
+    if spec.global_batch is not None:
+        accumulate = max(1, spec.global_batch // (spec.micro_batch * num_devices))
     memory = spec.device.memory_bytes if spec.device is not None else None
-    plans, fits = [], []
-    for every in (0, 1):
+
+    def with_checkpointing(every: int) -> DeviceMemory:
         config = replace(spec.config, activation_checkpointing=every)
-        plans.append(
-            plan_memory(config, spec.micro_batch, layout, spec.precision, accumulate, spec.device_type)
-        )
-        fits.append(
-            largest_micro_batch(config, memory, layout, spec.precision, accumulate, spec.device_type)
-            if memory is not None
-            else None
-        )
-    as_configured = (strategy, num_devices) == (spec.strategy, spec.num_devices)
-    return MemoryRow(strategy, num_devices, as_configured, plans[0], plans[1], fits[0], fits[1])
+        moments = plan_moments(config, spec.micro_batch, layout, spec.precision, accumulate, spec.device_type)
+        at_peak, fit = max(moments, key=lambda m: m.peak), None
+        if memory is not None:
+            fit = largest_micro_batch(
+                config,
+                memory,
+                layout,
+                spec.precision,
+                spec.device_type,
+                spec.global_batch,
+                spec.accumulation,
+            )
+        return DeviceMemory(at_peak.peak, at_peak, part_maxima(moments), fit)
+
+    return MemoryRow(
+        strategy,
+        num_devices,
+        (strategy, num_devices) == (spec.strategy, spec.num_devices),
+        accumulate,
+        with_checkpointing(0),
+        with_checkpointing(spec.config.activation_checkpointing or 1),
+    )
 
 
 def _checkpoint(spec: RunSpec, steps: int | None, step_s: float | None) -> CheckpointPlan:

@@ -115,7 +115,10 @@ def test_what_the_configuration_says_is_what_is_planned(config_file, tmp_path, c
         assert part in text, part
     saved = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert saved["num_params"] == plan.num_params
-    assert saved["memory"][0]["plain"]["parameters"] == 4 * plan.num_params
+    one_device = saved["memory"][0]["plain"]
+    assert one_device["maxima"]["parameters"] == 4 * plan.num_params
+    assert one_device["peak_bytes"] == sum(v for k, v in one_device["at_peak"].items() if k != "moment")
+    assert one_device["fit"]["micro_batch"] * one_device["fit"]["accumulation"] == 256
     assert (tmp_path / "out" / "schedule.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -200,6 +203,44 @@ def test_a_model_that_does_not_fit_says_what_to_do(config_file, capsys):
         "none",
     )
     assert "does not fit" in text and "activation_checkpointing" in text
+
+
+def test_what_fits_follows_the_update(config_file, capsys):
+    common = (
+        "--config",
+        config_file,
+        "--model.config",
+        "gpt2-124m",
+        "--model.overrides",
+        "null",
+        "--out",
+        "none",
+    )
+    plan, text = run(
+        capsys, *common, "--gpu", "a100", "--devices", 8, "--trainer.strategy", "ddp",
+        "--data.global_batch_tokens", 480 * 1024, "--data.micro_batch_size", 15,
+    )  # fmt: skip
+    fits = {(r.strategy, r.num_devices): r.plain.fit for r in plan.memory}
+    assert (fits["ddp", 8].micro_batch, fits["ddp", 8].accumulation) == (
+        60,
+        1,
+    )  # 480 / 8: an update has no more
+    assert 480 % fits["single", 1].micro_batch == 0
+    assert fits["fsdp2", 64].limit == "devices"  # 480 sequences do not divide over 64 devices
+    assert "all 60" in text
+    # Without a batch of its own, an update grows with the micro-batch and memory alone decides.
+    plan, _ = run(
+        capsys, *common, "--gpu", "a100", "--devices", 8, "--trainer.accumulate_grad_batches", 2,
+        "--data.global_batch_tokens", "null",
+    )  # fmt: skip
+    row = next(r for r in plan.memory if r.as_configured)
+    assert (row.plain.fit.limit, row.plain.fit.accumulation, row.accumulation) == ("memory", 2, 2)
+    assert plan.global_batch == 8 * 8 * 2 and row.plain.fit.micro_batch > 60
+    _, text = run(
+        capsys, *common, "--gpu", "h200", "--model.config", "nanogpt-char", "--data.tokenizer", "bytes",
+        "--data.context_length", 64, "--data.global_batch_tokens", "null",
+    )  # fmt: skip
+    assert ">4096" in text
 
 
 def test_without_matplotlib_a_message_and_no_failure(config_file, tmp_path, capsys, monkeypatch):
