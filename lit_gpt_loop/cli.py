@@ -7,14 +7,15 @@ What it adds to LightningCLI, and why:
   validation intervals in micro-batches; they are converted once the accumulation is known. `--max_tokens` is a budget in
   tokens instead.
 - **Run directory.** `runs/NAME` with config.yaml (config-2.yaml ... when run again), journal.jsonl, checkpoints/, wandb/. One
-  process trains there at a time.
+  process trains there at a time. A configuration is written once training starts, so one that was refused leaves none; every
+  checkpoint names the one that trained it (`run_config`).
 - **Restarts.** `--ckpt_path auto` (also the default of fit) means the run's latest checkpoint if there is one. A checkpoint's
   hyper-parameters never override the configuration: LightningCLI's own merge is switched off, LitGPT prints what differs.
 - **Strategies by name.** "auto", "ddp", "fsdp" and "fsdp2" mean ours (`lit_gpt_loop.strategies`).
 - **Precision.** Not given means bf16 where the hardware is fast at it, chosen with one printed line.
 """
 
-import json
+import hashlib
 import re
 import sys
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter, Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
@@ -34,10 +35,10 @@ from lit_gpt_loop.journal import JournalLogger, RunWandbLogger
 from lit_gpt_loop.module import LitGPT
 from lit_gpt_loop.progress import UpdateProgressBar
 from lit_gpt_loop.resume import check_architecture
+from lit_gpt_loop.run_files import KeepConfig, KeepTokenizer, WritePredictions, config_files
 from lit_gpt_loop.run_lock import run_lock
 from lit_gpt_loop.schedules import Schedule, summarize
 from lit_gpt_loop.strategies import DDP, FSDP, FSDP2, OneDevice
-from lit_gpt_loop.trained import TOKENIZER_FILE
 
 # A checkpoint that the user names -> what Trainer takes; None when the run has none yet and "auto" was asked.
 # Arguments: its name, the folder of checkpoints, the URL of their copies.
@@ -99,10 +100,7 @@ class PretrainCLI(LightningCLI):
         """Settle the run directory, the precision and the budget, before anything is built."""
         config = self.config[self.subcommand]
         name = config.run or _stem(config) or "default"
-        if not re.fullmatch(r"[\w.+-]+", name):
-            raise ValueError(
-                f"run name {name!r} may hold letters, digits and . + - _ only: it names a directory"
-            )
+        check_run_name(name)
         config.run = name
         self.run_dir = Path(config.trainer.default_root_dir or Path(config.runs_dir) / name)
         if config.trainer.precision is None and not config.trainer.plugins:
@@ -137,9 +135,9 @@ class PretrainCLI(LightningCLI):
         ):
             callbacks = [*callbacks, UpdateProgressBar()]
         if self.subcommand == "fit":
-            callbacks = [*callbacks, _KeepTokenizer()]
+            callbacks = [*callbacks, KeepTokenizer(), KeepConfig(self._write_config)]
         if self.subcommand == "predict":
-            callbacks = [*callbacks, _WritePredictions("batch")]
+            callbacks = [*callbacks, WritePredictions("batch")]
         kwargs["callbacks"] = callbacks
         kwargs["default_root_dir"] = str(self.run_dir)
         if trainer.enable_checkpointing is None:  # Lightning would add a ModelCheckpoint of its own
@@ -195,7 +193,6 @@ class PretrainCLI(LightningCLI):
         accumulate, sequences = self._batch(trainer.world_size)
         if isinstance(trainer.val_check_interval, int):
             trainer.val_check_interval *= accumulate  # Lightning counts micro-batches
-        self._config_path = self._write_config()
         if not trainer.checkpoint_callbacks:
             rank_zero_warn(
                 "No callback of this run saves checkpoints: its weights will be lost at the end. Add callbacks.CheckpointRetention "
@@ -249,8 +246,9 @@ class PretrainCLI(LightningCLI):
         print(f"  {_python()} -m recipes.evaluate --run {self.run_dir} --checkpoint best")
         schedule = self.model.schedule
         if schedule is not None and schedule.decay_start is None:  # past a decay there is nothing to extend
+            newest = config_files(self.run_dir)[0] or self.config[self.subcommand].config[-1]
             print(
-                f"  {_python()} -m recipes.pretrain fit --config {self._config_path} --trainer.max_steps N   (more updates)"
+                f"  {_python()} -m recipes.pretrain fit --config {newest} --trainer.max_steps N   (more updates)"
             )
 
     def _evaluate(
@@ -290,8 +288,12 @@ class PretrainCLI(LightningCLI):
         folder = getattr(saver, "dirpath", None) or self.run_dir / "checkpoints"
         return self._resolve(str(spec), Path(folder), getattr(saver, "copy_to", None))
 
-    def _write_config(self) -> Path:
-        """Write what this command ran with, linked values included, beside what earlier commands ran with; return the file."""
+    def _write_config(self) -> dict[str, Any]:
+        """Write what this command ran with, linked values included, beside what earlier commands ran with.
+
+        Returns:
+            What checkpoints say about it: the file's name, its SHA-256, and the global batch in sequences.
+        """
         config = self.config[self.subcommand].clone()
         config.pop("config", None)
         if config.max_tokens is not None:
@@ -299,56 +301,25 @@ class PretrainCLI(LightningCLI):
         for key in ("vocab_size", "eot_id"):  # linked at instantiation; parsing left them null
             config.model[key] = getattr(self.datamodule, key)
         text = self._parser(self.subcommand).dump(config, skip_unset=False, skip_link_targets=False)
-        number, path = 1, self.run_dir / "config.yaml"
-        while path.exists():
-            number += 1
-            path = self.run_dir / f"config-{number}.yaml"
+        path = config_files(self.run_dir)[1]
         if self.trainer.is_global_zero:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return path
+        return {
+            "file": path.name,
+            "sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "sequences_per_update": self._batch(self.trainer.world_size)[1],
+        }
 
 
-class _KeepTokenizer(pl.Callback):
-    """Put the tokenizer into the run's directory, so that the run can be used without its data."""
+def check_run_name(name: str) -> None:
+    """Refuse a run's name that is no directory's.
 
-    @rank_zero_only
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        path = Path(trainer.default_root_dir) / TOKENIZER_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        trainer.datamodule.tokenizer.save(path)  # type: ignore[attr-defined]
-
-
-class _WritePredictions(BasePredictionWriter):
-    """Write what `predict` computes to `predictions.jsonl` in the run's directory, one line per sequence."""
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        suffix = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
-        self.path = Path(trainer.default_root_dir) / f"predictions{suffix}.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text("")
-
-    def write_on_batch_end(
-        self,
-        trainer: Any,
-        pl_module: Any,
-        prediction: Any,
-        batch_indices: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
-    ) -> None:
-        keys = ("sample_ids", "loss_sum", "num_tokens")
-        with open(self.path, "a", encoding="utf-8") as f:
-            for sample_id, loss_sum, num_tokens in zip(*(prediction[k].tolist() for k in keys), strict=True):
-                if sample_id >= 0:  # -1 fills up a batch
-                    f.write(
-                        json.dumps({"sample_id": sample_id, "loss_sum": loss_sum, "num_tokens": num_tokens})
-                        + "\n"
-                    )
-
-    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        rank_zero_info(f"wrote {self.path}: sum of losses (nats) and number of targets of each sequence")
+    Raises:
+        ValueError: it holds other characters, or dots alone.
+    """
+    if not re.fullmatch(r"[\w.+-]+", name) or not name.strip("."):
+        raise ValueError(f"run name {name!r} may hold letters, digits and . + - _ only: it names a directory")
 
 
 def _python() -> str:

@@ -2,7 +2,8 @@
 
 Two trainings into one directory mix their journals and prune each other's checkpoints, and neither notices: a job submitted
 twice, or one that outlived the terminal it was started from. The lock is the kernel's (POSIX record locks, which NFS and Lustre
-know): a killed process loses it at once, and nothing is left to clean up.
+know): a killed process loses it at once, and nothing is left to clean up. A process that holds a directory may take it again,
+as recipes.cooldown does, which decides under the lock and then trains.
 """
 
 import errno
@@ -16,6 +17,11 @@ from pathlib import Path
 NAME = ".lock"
 _HELD = (errno.EACCES, errno.EAGAIN)
 _UNKNOWN = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+_mine: set[Path] = set()  # lock files that this process holds
+
+
+class RunLockedError(RuntimeError):
+    """Another process trains in the directory."""
 
 
 @contextmanager
@@ -29,10 +35,14 @@ def run_lock(run_dir: Path) -> Iterator[bool]:
         Whether it is held; False where the file system knows no locks.
 
     Raises:
-        RuntimeError: another process trains there.
+        RunLockedError: another process trains there.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / NAME
+    key = path.resolve()
+    if key in _mine:  # opening and closing the file once more would free it
+        yield True
+        return
     # Append mode: opening must not wipe the holder's name. Not inherited by forked data workers, unlike flock.
     with open(path, "a+") as f:
         try:
@@ -45,11 +55,15 @@ def run_lock(run_dir: Path) -> Iterator[bool]:
                 raise
             f.seek(0)
             holder = f.read().strip() or "another process"
-            raise RuntimeError(
+            raise RunLockedError(
                 f"{run_dir} is being trained by {holder}: two trainings in one directory would overwrite each other's "
                 f"checkpoints. Wait for it or end it, choose another --run, or, if it is surely gone, delete {path}"
             ) from None
         f.truncate(0)
         f.write(f"process {os.getpid()} on {socket.gethostname()}")
         f.flush()
-        yield True
+        _mine.add(key)
+        try:
+            yield True
+        finally:
+            _mine.discard(key)

@@ -21,6 +21,7 @@ PURE = {
     "activations",
     "branch",
     "plan_check",
+    "ranks",
     "resume",
     "run_lock",
     "run_plan",
@@ -37,6 +38,7 @@ LIGHTNING = {
     "lr_range",
     "stream_training",
     "noise_scale",
+    "run_files",
 }
 T_ALLOWED = {
     "torch",

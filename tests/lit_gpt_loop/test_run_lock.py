@@ -75,3 +75,14 @@ def test_any_other_error_is_not_hidden(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "lockf", lockf)
     with pytest.raises(OSError, match="broken"), run_lock(tmp_path / "run"):
         raise AssertionError("entered")
+
+
+def test_the_holder_may_take_it_again_and_still_has_it_afterwards(tmp_path):
+    """A second open and close of the file in one process would free a POSIX lock."""
+    code = f"import pathlib; from lit_gpt_loop.run_lock import run_lock\nwith run_lock(pathlib.Path({str(tmp_path / 'run')!r})): pass"
+    (tmp_path / "link").symlink_to(tmp_path)
+    with run_lock(tmp_path / "run"):
+        with run_lock(tmp_path / "link" / "run") as is_held:
+            assert is_held
+        assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 1
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
