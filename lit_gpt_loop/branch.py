@@ -1,17 +1,23 @@
 """Cutting a decay off a run that trains at a stable rate (layer P, standard library only).
 
-`recipes.cooldown` asks `plan_branch` what a checkpoint gives and `branch_config` for the configuration that trains it. Nothing
-here touches a file. Warmup-stable-decay as a trunk with branches: Hu et al. 2024 (arXiv:2404.06395), Hagele et al. 2024
-(arXiv:2405.18392).
+`recipes.cooldown` asks `plan_branch` what a checkpoint gives, `setting_differences` whether a configuration is the one that
+trained it, and `branch_config` for the configuration of the branch. Nothing here writes a file. Warmup-stable-decay as a trunk
+with branches: Hu et al. 2024 (arXiv:2404.06395), Hagele et al. 2024 (arXiv:2405.18392).
 """
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_gpt_loop.config import GPTConfig
+from lit_gpt_loop.resume import differences
 from lit_gpt_loop.schedules import Schedule
+
+_OPTIMIZER = ("lr", "betas", "eps", "weight_decay")
+_LINKED = ("vocab_size", "context_length", "in_document_attention")
 
 
 @dataclass(frozen=True)
@@ -50,13 +56,14 @@ class Branch:
     Attributes:
         name: of its run.
         request: what was asked.
-        parent_step: the update at which it was cut.
+        parent_step: the update at which it was cut, skipped ones counted.
         parent_tokens: tokens that the parent had seen.
         parent_manifest_sha256: hash of the checkpoint's manifest.
-        checkpoint: the checkpoint's state.
+        checkpoint: the checkpoint's state, where the parent has it.
         warmup_steps: the parent's warmup, in updates.
         decay_steps: updates of decay, from the first one on.
-        total_steps: where it ends.
+        total_steps: the update at which it ends, skipped ones counted.
+        skipped_updates: of the parent, up to the cut; they are not in the schedule.
     """
 
     name: str
@@ -68,6 +75,7 @@ class Branch:
     warmup_steps: int
     decay_steps: int
     total_steps: int
+    skipped_updates: int = 0
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Branch":
@@ -83,6 +91,7 @@ def plan_branch(
     manifest: dict[str, Any],
     other_steps: Sequence[int] = (),
     name: str | None = None,
+    runs_dir: Path = Path("runs"),
 ) -> Branch:
     """Return the branch that a checkpoint gives.
 
@@ -90,10 +99,11 @@ def plan_branch(
         request: what is asked.
         checkpoint: path of the checkpoint's state.
         schedule: which the parent followed to it.
-        updates: that had happened by then.
+        updates: that had happened by then, skipped ones not counted.
         manifest: the checkpoint's.
         other_steps: the parent's checkpoints, to name one that would do.
         name: of the branch's run; None makes one of parent, step and shape.
+        runs_dir: where the parent's own parent is looked for, to name it in an error.
 
     Raises:
         ValueError: it cannot be branched from: no stable phase, warmup not over, decay begun; the message has the remedy.
@@ -108,15 +118,9 @@ def plan_branch(
             f"the checkpoint at update {updates} is still in warmup, which ends at update {schedule.warmup_steps}: branch from a later one"
         )
     if schedule.decay_start is not None and updates > schedule.decay_start:
-        stable = [s for s in other_steps if s <= schedule.decay_start]
-        remedy = (
-            f"The last stable checkpoint is archive:{max(stable)}"
-            if stable
-            else "No checkpoint from before it is left: keep some with CheckpointRetention's archive_every_n_steps, or train a trunk "
-            "with model.schedule.decay_steps: 0"
-        )
         raise ValueError(
-            f"the checkpoint at update {updates} is decaying already, since update {schedule.decay_start}. {remedy}"
+            f"the checkpoint at update {updates} is decaying already, since update {schedule.decay_start}. "
+            + _stable_instead(schedule.decay_start, other_steps, manifest.get("lineage"), runs_dir)
         )
     step, share = int(manifest["step"]), request.decay_steps
     decay = max(1, round(updates * share / (1.0 - share))) if share < 1 else int(share)
@@ -128,39 +132,155 @@ def plan_branch(
         parent_manifest_sha256=manifest.get("sha256"),
         checkpoint=checkpoint,
         warmup_steps=schedule.warmup_steps,
-        # Updates that were skipped count as steps of the run, but not in its schedule: decay begins that much earlier.
-        decay_steps=decay + step - updates,
+        decay_steps=decay,
         total_steps=step + decay,
+        skipped_updates=step - updates,
     )
+
+
+def _stable_instead(
+    decay_start: int, steps: Sequence[int], lineage: Mapping[str, Any] | None, runs_dir: Path
+) -> str:
+    """Say from which checkpoint a branch can be cut, when the one asked for is decaying since `decay_start`."""
+    stable = [s for s in steps if s <= decay_start]
+    if stable:
+        return f"The last stable checkpoint is archive:{max(stable)}"
+    if lineage and ("decay_shape" in lineage or int(lineage["parent_step"]) <= decay_start):
+        return (
+            f"This run was itself cut from {lineage['parent_run']} at update {lineage['parent_step']}: branch from there, "
+            f"--run {runs_dir / str(lineage['parent_run'])} --from archive:{lineage['parent_step']}"
+        )
+    return (
+        "No checkpoint from before it is left: keep some with CheckpointRetention's archive_every_n_steps, or train a trunk "
+        "with model.schedule.decay_steps: 0"
+    )
+
+
+def setting_differences(
+    config: Mapping[str, Any], hyper_parameters: Mapping[str, Any], sequences_per_update: int | None = None
+) -> list[str]:
+    """Return one line for each setting in which a run's configuration is not what trained a checkpoint.
+
+    Args:
+        config: of a run, as its config.yaml has it.
+        hyper_parameters: LitGPT's, in the checkpoint.
+        sequences_per_update: the checkpoint's global batch, if it is known.
+    """
+    model, data = config.get("model") or {}, config.get("data") or {}
+    now: dict[str, Any] = {k: _number(model[k]) for k in _OPTIMIZER if model.get(k) is not None}
+    if model.get("config") is not None:
+        linked = {k: model[k] for k in _LINKED if model.get(k) is not None}
+        changed = {**(model.get("overrides") or {}), **linked}
+        named = model["config"]
+        shape = (
+            GPTConfig.preset(named, **changed)
+            if isinstance(named, str)
+            else GPTConfig(**{**named.get("init_args", named), **changed})
+        )
+        now["config"] = asdict(shape)
+    lines = differences(dict(hyper_parameters), now)
+    batch = data.get("global_batch_size")
+    if batch is None and data.get("global_batch_tokens") is not None:
+        batch = data["global_batch_tokens"] // data["context_length"]
+    if batch is not None and sequences_per_update is not None:
+        lines += differences({"global_batch_size": sequences_per_update}, {"global_batch_size": batch})
+    return lines
+
+
+def _number(value: Any) -> Any:
+    """Return the number that a word stands for: YAML reads 1e-8 as one."""
+    if isinstance(value, list | tuple):
+        return [_number(v) for v in value]
+    return float(value) if isinstance(value, str) else value
+
+
+def checkpoint_places(config: Mapping[str, Any], run_dir: Path) -> tuple[Path, str | None]:
+    """Return (folder of a run's checkpoints, URL of their copies or None), as its CheckpointRetention was told."""
+    for callback in _listed(config, "callbacks"):
+        if _is_class(callback, "CheckpointRetention"):
+            settings = callback.get("init_args") or {}
+            given = settings.get("dirpath") or str(run_dir / "checkpoints")
+            return Path(moved(given, run_dir, run_dir, _written_as(config, run_dir))), settings.get("copy_to")
+    return run_dir / "checkpoints", None
+
+
+def _written_as(config: Mapping[str, Any], run_dir: Path) -> Path:
+    """Return how a configuration calls its run's directory, which may be relative to where the run was started."""
+    return Path(config.get("runs_dir") or "runs") / str(config.get("run") or run_dir.name)
+
+
+def _listed(config: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return what the trainer has under `key`, one or several, as far as it has settings."""
+    found = (config.get("trainer") or {}).get(key)
+    return [item for item in (found if isinstance(found, list) else [found]) if isinstance(item, dict)]
+
+
+def _is_class(item: Mapping[str, Any], name: str) -> bool:
+    return str(item.get("class_path", "")).split(".")[-1] == name
 
 
 def branch_config(config: dict[str, Any], branch: Branch, parent_dir: Path) -> dict[str, Any]:
     """Return the parent's configuration with the branch's name, end and schedule, and no path into the parent's directory."""
-    config = moved(copy.deepcopy(config), parent_dir, parent_dir.parent / branch.name)
+    branch_dir = parent_dir.parent / branch.name
+    config = moved(copy.deepcopy(config), parent_dir, branch_dir, _written_as(config, parent_dir))
     config.update(run=branch.name, runs_dir=str(parent_dir.parent), max_tokens=None, ckpt_path=None)
-    config["trainer"].update(max_steps=branch.total_steps, default_root_dir=None)
+    # max_time: Lightning restores the time that the parent has taken, which would end the branch at once.
+    config["trainer"].update(max_steps=branch.total_steps, max_time=None, default_root_dir=None)
     config["model"]["schedule"] = {
         "kind": "wsd",
         "warmup_steps": branch.warmup_steps,
         "decay_steps": branch.decay_steps,
         "decay_shape": branch.request.shape,
         "final_ratio": branch.request.final_ratio,
+        "skipped_updates": branch.skipped_updates,
     }
-    for callback in config["trainer"].get("callbacks") or []:
-        if str(callback.get("class_path", "")).endswith("CheckpointRetention"):
+    callbacks = config["trainer"].get("callbacks")
+    if isinstance(callbacks, list):
+        config["trainer"]["callbacks"] = [
+            c for c in callbacks if not (isinstance(c, dict) and _is_class(c, "Timer"))
+        ]
+    for callback in _listed(config, "callbacks"):
+        if _is_class(callback, "CheckpointRetention"):
             # The parent's folder, and its copies elsewhere, are the parent's alone.
             callback["init_args"] = {**(callback.get("init_args") or {}), "dirpath": None, "copy_to": None}
+    for logger in _listed(config, "logger"):
+        for key in ("id", "version"):  # of the parent's own W&B run
+            if "WandbLogger" in str(logger.get("class_path")) and (logger.get("init_args") or {}).get(key):
+                logger["init_args"][key] = None
     return config
 
 
-def moved(value: Any, old: Path, new: Path) -> Any:
-    """Return a configuration in which every path inside of `old` lies in `new` instead."""
+def moved(value: Any, old: Path, new: Path, written: Path | None = None) -> Any:
+    """Return a configuration in which every path inside of `old` lies in `new` instead.
+
+    Args:
+        value: the configuration, or a part of it.
+        old: a run's directory.
+        new: what takes its place.
+        written: how the configuration itself calls `old`, which may be relative to where the run was started.
+    """
     if isinstance(value, dict):
-        return {k: moved(v, old, new) for k, v in value.items()}
+        return {k: moved(v, old, new, written) for k, v in value.items()}
     if isinstance(value, list):
-        return [moved(v, old, new) for v in value]
-    if isinstance(value, str):
-        for prefix, replacement in ((str(old), str(new)), (str(old.absolute()), str(new.absolute()))):
-            if value == prefix or value.startswith(prefix + "/"):
-                return replacement + value[len(prefix) :]
-    return value
+        return [moved(v, old, new, written) for v in value]
+    if not isinstance(value, str):
+        return value
+    rest = _inside(value, old)
+    # One word alone may be a name rather than a path.
+    if (
+        rest is None
+        and written is not None
+        and len(written.parts) > 1
+        and Path(value).is_relative_to(written)
+    ):
+        rest = os.path.relpath(value, written)
+    return value if rest is None else str(new / rest)
+
+
+def _inside(value: str, folder: Path) -> str | None:
+    """Return the path that a word names, relative to the folder that it lies in; None if it is no path in there."""
+    inner = os.path.realpath(folder)
+    if not os.path.exists(value) and Path(os.path.realpath(".")).is_relative_to(inner):
+        return None  # from in there any word at all would be a path
+    path = os.path.realpath(value)
+    return os.path.relpath(path, inner) if Path(path).is_relative_to(inner) else None

@@ -87,6 +87,8 @@ class ScheduleConfig:
             share of the run. 0 makes a trunk that never decays.
         decay_shape: "1-sqrt", "linear", "cosine" or "exponential" ("wsd" only).
         final_ratio: last rate / peak; None means 0 for wsd and 0.1 for cosine.
+        skipped_updates: updates of the run that were skipped before this schedule was written (recipes.cooldown sets it). They
+            count in the run's length and not in the schedule, which would else end that many updates after the run.
     """
 
     kind: Kind = "wsd"
@@ -94,6 +96,7 @@ class ScheduleConfig:
     decay_steps: int | float = 0.2
     decay_shape: DecayShape = "1-sqrt"
     final_ratio: float | None = None
+    skipped_updates: int = 0
 
     def resolve(self, total_steps: int | None) -> Schedule:
         """Return the schedule of a run of `total_steps` updates (None: a run without an end).
@@ -107,8 +110,17 @@ class ScheduleConfig:
             raise ValueError(
                 f"decay_shape {self.decay_shape!r} is unknown: use one of {sorted(DECAY_SHAPES)}"
             )
-        if total_steps is not None and total_steps < 1:
-            raise ValueError(f"total_steps={total_steps}: a run needs at least one update")
+        if self.skipped_updates < 0:
+            raise ValueError(
+                f"skipped_updates={self.skipped_updates} must not be negative: it counts updates"
+            )
+        if total_steps is not None:
+            total_steps -= self.skipped_updates
+            if total_steps < 1:
+                raise ValueError(
+                    f"total_steps={total_steps + self.skipped_updates} with skipped_updates={self.skipped_updates}: a run needs at "
+                    "least one update that happens"
+                )
         final = self.final_ratio if self.final_ratio is not None else (0.1 if self.kind == "cosine" else 0.0)
         if not 0.0 <= final <= 1.0:
             raise ValueError(

@@ -1,6 +1,5 @@
 """Branches and extensions: in this process for speed, in real processes where one is killed."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -12,58 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from callbacks.checkpoint_retention import list_saved, read_manifest
-from lit_gpt_loop.branch import Request, branch_config, moved, plan_branch
-from lit_gpt_loop.checkpoint_files import read_full
-from lit_gpt_loop.journal import read_journal
-from lit_gpt_loop.schedules import ScheduleConfig
 from recipes import cooldown
-from recipes.pretrain import main as pretrain
-
-ROOT = Path(__file__).parents[2]
-PEAK = 0.004
-CONFIG = {
-    "trainer": {
-        "max_steps": 20,
-        "val_check_interval": 4,  # so that saves fall between validations
-        "precision": "32-true",
-        "accelerator": "cpu",
-        "devices": 1,
-        "enable_progress_bar": False,
-        "logger": [
-            {"class_path": "lit_gpt_loop.journal.JournalLogger", "init_args": {"save_dir": "runs/trunk"}}
-        ],
-        "callbacks": [
-            {"class_path": "callbacks.TokenWeightedLoss"},
-            {
-                "class_path": "callbacks.CheckpointRetention",
-                "init_args": {"every_n_steps": 5, "archive_every_n_steps": 5},
-            },
-            {"class_path": "callbacks.RestartEquivalence"},
-        ],
-    },
-    "model": {
-        "config": "tiny",
-        "overrides": {"dropout": 0.1},
-        "lr": PEAK,
-        "schedule": {"kind": "wsd", "warmup_steps": 4, "decay_steps": 4, "decay_shape": "linear"},
-    },
-    "data": {
-        "tokenizer": "bytes",
-        "context_length": 32,
-        "micro_batch_size": 2,
-        "global_batch_size": 4,
-        "limit_val_blocks": 4,
-    },
-}
-
-
-def make_place(folder):
-    (folder / "text.txt").write_text("A farmer had a field, and in the field there was a well. " * 100)
-    data = {"corpus": str(folder / "text.txt"), "val_split": "tail", "val_fraction": 0.1}
-    (folder / "trunk.yaml").write_text(yaml.safe_dump(CONFIG | {"data": CONFIG["data"] | data}))
+from tests.recipes.trunk import (
+    ROOT,
+    cut,
+    digests,
+    losses,
+    make_place,
+    rates,
+    same,
+    state,
+    stop_at,
+    train,
+)
 
 
 @pytest.fixture
@@ -94,99 +56,21 @@ def shared(shared_folder, monkeypatch):
     assert digests("runs/trunk") == before
 
 
-def train(run, steps, *args):
-    """Train a run of its own to `steps` updates."""
-    logger = json.dumps(
-        [{"class_path": "lit_gpt_loop.journal.JournalLogger", "init_args": {"save_dir": f"runs/{run}"}}]
-    )
-    return pretrain(
-        [
-            "fit",
-            "--config",
-            "trunk.yaml",
-            "--run",
-            run,
-            "--trainer.max_steps",
-            str(steps),
-            "--trainer.logger",
-            logger,
-            *args,
-        ]
-    )
-
-
-def stop_at(run, planned, stop, *args):
-    """Train a run that is planned for `planned` updates and stopped (as by a signal) after `stop`."""
-    import lightning.pytorch as pl
-
-    class Stop(pl.Callback):
-        def on_train_batch_end(self, trainer, *_):
-            trainer.should_stop = trainer.global_step >= stop
-
-    from recipes import pretrain as recipe
-
-    class StoppingCLI(recipe.PretrainCLI):
-        def before_fit(self):
-            self.trainer.callbacks.append(Stop())
-
-    logger = json.dumps(
-        [{"class_path": "lit_gpt_loop.journal.JournalLogger", "init_args": {"save_dir": f"runs/{run}"}}]
-    )
-    return StoppingCLI(
-        recipe.resolve,
-        args=[
-            "fit",
-            "--config",
-            "trunk.yaml",
-            "--run",
-            run,
-            "--trainer.max_steps",
-            str(planned),
-            "--trainer.logger",
-            logger,
-            *args,
-        ],
-    )
-
-
-def cut(*args):
-    return cooldown.main(["--run", "runs/trunk", *map(str, args)])
-
-
-def rates(run):
-    return {row["step"]: row["optim/lr"] / PEAK for row in read_journal(f"runs/{run}", "update")}
-
-
-def losses(run):
-    return {
-        row["step"]: (row["train/loss_sum"], row["progress/samples"])
-        for row in read_journal(f"runs/{run}", "update")
-    }
-
-
-def state(run, step):
-    tensors, rest = read_full(Path(f"runs/{run}/checkpoints/step-{step:08d}/state"))
-    return tensors, rest
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-def digests(folder):
-    return {
-        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in sorted(Path(folder).rglob("*"))
-        if p.is_file()
-    }
+@pytest.fixture(scope="module")
+def long(shared_folder):
+    """Train a run in that folder that was planned for 30 updates; return its name."""
+    before = os.getcwd()
+    os.chdir(shared_folder)
+    train("long", 30)
+    os.chdir(before)
+    return "long"
 
 
 # --- extension ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.case("C30")
-def test_c30_extending_is_as_if_it_had_been_planned_so(shared):
-    train("long", 30)
+def test_c30_extending_is_as_if_it_had_been_planned_so(shared, long):
     shutil.copytree("runs/trunk", "runs/longer")
     train("longer", 30)
     expected = (
@@ -194,10 +78,23 @@ def test_c30_extending_is_as_if_it_had_been_planned_so(shared):
         | dict.fromkeys(range(5, 27), 1.0)
         | {27: 0.75, 28: 0.5, 29: 0.25, 30: 0.0}
     )
-    assert rates("longer") == rates("long") == expected
-    assert losses("longer") == losses("long")
+    assert rates("longer") == rates(long) == expected
+    assert losses("longer") == losses(long)
     for step in (15, 25, 30):
-        assert same(state("longer", step)[0], state("long", step)[0]), step
+        assert same(state("longer", step)[0], state(long, step)[0]), step
+
+
+@pytest.mark.case("C30")
+def test_c30_a_token_budget_extends_like_a_number_of_updates(shared, long):
+    """An update has 4 rows of 32 tokens; 30 updates are 3,840, and what does not pay for another one is not spent."""
+    shutil.copytree("runs/trunk", "runs/budget")
+    train("budget", -1, "--max_tokens", str(30 * 4 * 32 + 127))
+    assert rates("budget") == rates(long)
+    assert losses("budget") == losses(long)
+    assert same(state("budget", 30)[0], state(long, 30)[0])
+    assert state("budget", 30)[1]["lit_gpt"]["tokens"] == 3840
+    with pytest.raises(ValueError, match=r"Its decay began after update 26\..*step-00000025"):
+        train("budget", -1, "--max_tokens", str(40 * 4 * 32))
 
 
 @pytest.mark.slow
@@ -245,6 +142,22 @@ def test_a_branch_is_as_if_the_trunk_had_decayed_there(shared):
     assert rest["lit_gpt"]["tokens"] == their_rest["lit_gpt"]["tokens"] == 14 * 4 * 32
 
 
+def test_a_branch_after_skipped_updates_ends_at_its_final_rate(place):
+    """Two updates without a gradient do not count in the schedule; the branch decays over its own four all the same."""
+    import lightning.pytorch as pl
+
+    class Skip(pl.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            if trainer.global_step in (6, 8):
+                for p in pl_module.parameters():
+                    p.grad = None
+
+    stop_at("trunk", 20, 10, callback=Skip())
+    assert state("trunk", 10)[1]["lit_gpt"]["updates"] == 8
+    cut("--from", "archive:10", "--decay_steps", 4, "--shape", "linear", "--final_ratio", 0.2)
+    assert rates("trunk-cooldown-10-linear") == pytest.approx({11: 0.8, 12: 0.6, 13: 0.4, 14: 0.2})
+
+
 @pytest.mark.slow
 def test_the_trunk_goes_on_while_branches_are_cut_from_it(place):
     train("alone", 20, "--model.schedule.decay_steps", "0")
@@ -260,9 +173,11 @@ def test_the_trunk_goes_on_while_branches_are_cut_from_it(place):
 
 def test_lineage_through_two_generations(shared):
     cut("--from", "archive:10", "--decay_steps", 6, "--shape", "linear", "--name", "child")
-    # The child decays, so nothing can be cut from it; its own stable trunk is the run at update 10.
+    # The child decays and has nothing from before: where it was cut itself is what can be branched from.
     with pytest.raises(
-        ValueError, match=r"decaying already, since update 10. The last stable|No checkpoint from before"
+        ValueError,
+        match=r"update 16 is decaying already, since update 10\. This run was itself cut from trunk at update 10: branch "
+        r"from there, --run runs/trunk --from archive:10$",
     ):
         cooldown.main(["--run", "runs/child", "--from", "latest", "--decay_steps", "2"])
     # A second generation: a longer trunk begun from the first one, and a branch of that.
@@ -335,7 +250,7 @@ def test_the_lineage_reaches_wandb(place, monkeypatch):
     cli = cut("--from", "latest", "--decay_steps", 2, "--name", "branch", "--trainer.logger", logger)
     (wandb_logger,) = [item for item in cli.trainer.loggers if isinstance(item, RunWandbLogger)]
     run = wandb_logger.experiment
-    assert run.group == "trunk"
+    assert run.group == "trunk", "no group of the user's own"
     lineage = dict(run.config["lineage"])
     assert (lineage["parent_step"], lineage["request"]["parent_run"], lineage["request"]["shape"]) == (
         5,
@@ -350,124 +265,6 @@ def test_the_lineage_reaches_wandb(place, monkeypatch):
     run.finish()
 
 
-# --- bad input ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("schedule", "updates", "message"),
-    [
-        (ScheduleConfig("cosine", 4), 10, "follows a cosine.*kind: wsd"),
-        (ScheduleConfig("wsd", 4, 0), 3, "still in warmup, which ends at update 4"),
-        (
-            ScheduleConfig("wsd", 4, 4),
-            17,
-            "decaying already, since update 16. The last stable checkpoint is archive:15",
-        ),
-    ],
-)
-def test_what_cannot_be_branched_from(schedule, updates, message):
-    request = Request("r", "latest", 4, "linear", 0.0)
-    with pytest.raises(ValueError, match=message):
-        plan_branch(request, "c", schedule.resolve(20), updates, {"step": updates}, [5, 10, 15, 20])
-
-
-def test_what_a_branch_is_by_hand():
-    schedule = ScheduleConfig("wsd", 100, 0).resolve(None)
-    branch = plan_branch(
-        Request("r", "latest", 0.2, "1-sqrt", 0.0),
-        "c",
-        schedule,
-        4000,
-        {"step": 4000, "tokens": 7, "sha256": "x"},
-    )
-    assert (branch.name, branch.decay_steps, branch.total_steps) == ("r-cooldown-4000-1-sqrt", 1000, 5000)
-    resolved = ScheduleConfig("wsd", 100, 1000).resolve(5000)
-    assert resolved.decay_start == 4000
-    # At the very start of its own decay a run can be branched; 3 skipped updates are steps that the schedule did not see.
-    at_start = ScheduleConfig("wsd", 4, 4).resolve(20)
-    skipped = plan_branch(Request("r", "latest", 10, "linear", 0.0), "c", at_start, 16, {"step": 19})
-    assert (skipped.decay_steps, skipped.total_steps) == (13, 29)
-    assert ScheduleConfig("wsd", 4, 13).resolve(29).decay_start == 16
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("decay_steps", 0), ("decay_steps", -1), ("decay_steps", 2.5), ("final_ratio", 1.5)]
-)
-def test_arguments_out_of_range(key, value):
-    with pytest.raises(ValueError, match=key):
-        Request(
-            **{
-                "parent_run": "r",
-                "checkpoint": "latest",
-                "decay_steps": 1,
-                "shape": "linear",
-                "final_ratio": 0.0,
-                key: value,
-            }
-        )
-
-
-def test_names_that_are_taken_and_runs_that_are_not_there(shared):
-    with pytest.raises(FileNotFoundError, match="There is no run runs/nowhere"):
-        cooldown.main(["--run", "nowhere", "--decay_steps", "2"])
-    with pytest.raises(FileNotFoundError, match="steps"):
-        cut("--from", "archive:7", "--decay_steps", 2)
-    cut("--decay_steps", 2, "--name", "b")
-    with pytest.raises(ValueError, match=r"another branch.*another --name"):
-        cut("--decay_steps", 3, "--name", "b")
-    (shared / "runs" / "other").mkdir()
-    with pytest.raises(ValueError, match="a run that is no branch"):
-        cut("--decay_steps", 3, "--name", "other")
-    lock = cooldown._lock(shared / "runs" / "b")
-    with pytest.raises(ValueError, match="another process"):
-        cut("--decay_steps", 2, "--name", "b")
-    lock.close()
-
-
-def test_no_path_of_the_trunk_stays_in_a_branches_configuration(tmp_path):
-    parent = tmp_path / "runs" / "trunk"
-    config = {
-        "run": "trunk",
-        "max_tokens": 5,
-        "trainer": {
-            "default_root_dir": str(parent),
-            "logger": [{"init_args": {"save_dir": f"{parent}/logs"}}],
-            "callbacks": [
-                {
-                    "class_path": "callbacks.CheckpointRetention",
-                    "init_args": {"dirpath": "elsewhere", "copy_to": "s3://b/trunk", "keep_latest": 3},
-                },
-                {"class_path": "callbacks.MFUMonitor"},
-            ],
-        },
-        "model": {"schedule": {"kind": "constant"}, "lr": 1.0},
-        "data": {"corpus": str(tmp_path / "runs" / "trunk.txt")},
-    }
-    branch = plan_branch(
-        Request("trunk", "latest", 2, "linear", 0.1),
-        "c",
-        ScheduleConfig("constant", 0).resolve(None),
-        5,
-        {"step": 5},
-    )
-    new = branch_config(config, branch, parent)
-    assert new["trainer"]["logger"][0]["init_args"]["save_dir"] == str(
-        tmp_path / "runs" / branch.name / "logs"
-    )
-    assert new["trainer"]["callbacks"][0]["init_args"] == {"dirpath": None, "copy_to": None, "keep_latest": 3}
-    assert (
-        new["trainer"]["max_steps"] == 7
-        and new["max_tokens"] is None
-        and new["trainer"]["default_root_dir"] is None
-    )
-    assert new["model"]["schedule"]["decay_shape"] == "linear" and new["model"]["lr"] == 1.0
-    assert new["data"] == config["data"], "a path that only begins alike is another one"
-    assert config["trainer"]["max_steps" if "max_steps" in config["trainer"] else "default_root_dir"] == str(
-        parent
-    )
-    assert moved("runs/trunk", Path("runs/trunk"), Path("runs/b")) == "runs/b"
-
-
 # --- ranks and kills ---------------------------------------------------------------------------------------------------
 
 
@@ -478,24 +275,7 @@ def on_ranks(folder):
     train("long2", 30, *args)
     stop_at("trunk", 20, 10, *args)
     train("planned2", 14, *args)
-    environment = {
-        k: os.environ.pop(k) for k in ("RANK", "WORLD_SIZE")
-    }  # these ranks are threads of one test, not of a job
-    request = Request("trunk", "archive:10", 4, "linear", 0.0)
-    if environment["RANK"] == "0":
-        branch, lock = cooldown.settle(Path("runs/trunk"), request, None)
-        os.environ.update(environment)
-        cooldown._write(
-            cooldown._meeting_point(Path("runs/trunk")),
-            json.dumps({**vars(branch), "request": vars(request)}),
-        )
-        lock.close()
-    else:
-        os.environ.update(environment)
-        branch = cooldown._wait_for_rank_zero(Path("runs/trunk"))
-    os.environ[cooldown._DECIDED] = json.dumps({**vars(branch), "request": vars(request)})
-    cut("--from", "archive:10", "--decay_steps", 4, "--shape", "linear")
-    os.environ.pop(cooldown._DECIDED, None)
+    cut("--from", "archive:10", "--decay_steps", 4, "--shape", "linear")  # rank 1 asks rank 0 which branch
     train("trunk", 30, *args)
     return rates("trunk") == rates("long2")
 
