@@ -1,11 +1,11 @@
 """From a run's YAML to the question that `run_plan.py` answers, without importing torch (layer L by what it knows).
 
-A default stands in one place, the constructor's signature; `constructor_defaults` reads it there from the source text, since
-importing the DataModule or the callback would take longer than the plan may.
+Defaults and the names of arguments are those of the constructors, read from their source (`signatures.py`). What the
+configuration says and the plan does not model is refused where it would change the numbers much, else noted.
 """
 
-import ast
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -15,54 +15,17 @@ from lit_gpt_loop.devices import Device
 from lit_gpt_loop.memory import Strategy
 from lit_gpt_loop.run_plan import Retention, RunSpec
 from lit_gpt_loop.schedules import ScheduleConfig
+from lit_gpt_loop.signatures import constant, constructor_arguments, constructor_defaults, trainer_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA, MODULE = ROOT / "lit_gpt_loop" / "data.py", ROOT / "lit_gpt_loop" / "module.py"
 DEFAULT_TOKENIZER = "bpe:4096"  # TextDataModule's, which its signature does not show; compared in a test
 RETENTION, MFU = ROOT / "callbacks" / "checkpoint_retention.py", ROOT / "callbacks" / "mfu.py"
-
-
-def constructor_defaults(path: Path, class_name: str) -> dict[str, Any]:
-    """Return argument -> default of a class' `__init__`, for defaults that are literals.
-
-    Raises:
-        ValueError: the file has no such class with an `__init__`.
-    """
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ClassDef) and node.name == class_name:
-            for item in node.body:
-                if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-                    return _literals(item.args)
-    raise ValueError(f"{path} has no class {class_name} with a constructor")
-
-
-def _literals(arguments: ast.arguments) -> dict[str, Any]:
-    plain = arguments.args[len(arguments.args) - len(arguments.defaults) :]
-    pairs = [
-        *zip(plain, arguments.defaults, strict=True),
-        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
-    ]
-    found = {}
-    for argument, default in pairs:
-        if default is not None:
-            try:
-                found[argument.arg] = ast.literal_eval(default)
-            except ValueError:
-                continue
-    return found
-
-
-def constant(path: Path, name: str) -> Any:
-    """Return the value of a module's constant, read from the source.
-
-    Raises:
-        ValueError: the file assigns no literal to that name.
-    """
-    for node in ast.parse(path.read_text()).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(t, ast.Name) and t.id == name for t in targets):
-            return ast.literal_eval(node.value)  # type: ignore[attr-defined]
-    raise ValueError(f"{path} has no constant {name}")
+# What a configuration of `recipes.pretrain fit` holds.
+SECTIONS = (
+    "trainer", "model", "data", "run", "runs_dir", "max_tokens", "seed_everything", "ckpt_path", "weights_only", "config",
+)  # fmt: skip
+DEFAULT_NODE = 8  # devices of a node, where the configuration has one device and so says nothing of nodes
 
 
 def peak_flops_table() -> dict[str, dict[str, float]]:
@@ -76,9 +39,16 @@ def matmul_dtype(precision: str) -> str:
 
 
 def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the entries of `over`, nested ones too; a dict with `class_path` replaces as a whole."""
+    """Return `base` with the entries of `over`, nested ones too; a dict with `class_path` replaces as a whole.
+
+    A key that ends in + appends to a list (`--trainer.callbacks+=...`).
+    """
     merged = dict(base)
     for key, value in over.items():
+        if key.endswith("+"):
+            added, old = value if isinstance(value, list) else [value], merged.get(key[:-1])
+            merged[key[:-1]] = [*(old if isinstance(old, list) else [] if old is None else [old]), *added]
+            continue
         old = merged.get(key)
         is_nested = isinstance(value, Mapping) and isinstance(old, Mapping) and "class_path" not in value
         merged[key] = merge(dict(old), value) if is_nested and old is not None else value
@@ -90,6 +60,7 @@ def read_run_spec(
     name: str,
     notes: list[str],
     num_devices: int | None = None,
+    devices_per_node: int | None = None,
     device: Device | None = None,
     **settings: Any,
 ) -> RunSpec:
@@ -99,16 +70,19 @@ def read_run_spec(
         config: the YAML's content.
         name: the run's, if the configuration names none.
         notes: gets a line for each thing that had to be assumed.
-        num_devices: instead of the configuration's.
+        num_devices: all devices, instead of the configuration's.
+        devices_per_node: instead of the configuration's `trainer.devices`.
         device: what it would run on.
         **settings: further fields of `RunSpec`.
 
     Raises:
-        ValueError: an unknown preset, strategy or field, a shape that is impossible; see each message.
+        ValueError: an unknown preset, strategy or argument, a strategy that the plan does not model, a shape that is
+            impossible; see each message.
     """
-    trainer = dict(config.get("trainer") or {})
-    data = constructor_defaults(DATA, "TextDataModule") | dict(config.get("data") or {})
-    model = constructor_defaults(MODULE, "LitGPT") | dict(config.get("model") or {})
+    _known(config, SECTIONS, "the configuration")
+    trainer = _known(config.get("trainer") or {}, trainer_arguments(), "trainer")
+    data = _with_defaults(config, "data", DATA, "TextDataModule")
+    model = _with_defaults(config, "model", MODULE, "LitGPT")
     vocab_size, corpus_tokens = describe_data(data, notes)
     if corpus_tokens is None and "corpus_tokens" not in settings:
         notes.append(
@@ -125,9 +99,12 @@ def read_run_spec(
         notes.append(
             f"vocabulary: {shape.vocab_size}, the model's own (the tokenizer's is not known before `recipes.prepare`)"
         )
-    if num_devices is None:
-        num_devices = _num_devices(trainer, notes)
-    strategy, strategy_args = _strategy(trainer.get("strategy") or "auto", num_devices)
+    num_devices, devices_per_node = _devices(trainer, num_devices, devices_per_node, notes)
+    strategy, strategy_args = _strategy(trainer.get("strategy") or "auto", num_devices, notes)
+    if model["compile"]:
+        notes.append(
+            "memory: counted in eager mode; model.compile fuses operations, which keeps other (usually fewer) tensors"
+        )
     precision = trainer.get("precision")
     if precision is None:
         precision = "bf16-mixed"
@@ -150,12 +127,14 @@ def read_run_spec(
         accumulation=trainer.get("accumulate_grad_batches") or 1,
         max_steps=None if max_steps in (None, -1) else int(max_steps),
         max_tokens=config.get("max_tokens"),
-        schedule=ScheduleConfig(**_known(schedule, ScheduleConfig, "model.schedule")),
+        schedule=ScheduleConfig(**_known(schedule, _fields(ScheduleConfig), "model.schedule")),
         strategy=strategy,
         num_devices=num_devices,
+        devices_per_node=devices_per_node,
         precision=str(precision),
         syncs_every_micro_batch=bool(strategy_args.get("sync_every_micro_batch", False)),
         gathers_low=strategy_args.get("param_dtype") in ("bf16", "fp16"),
+        keeps_gathered=_sharding(strategy_args) in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"),
         device=device,
         device_type=_device_type(trainer, device),
         retention=_retention(trainer.get("callbacks")),
@@ -166,26 +145,52 @@ def read_run_spec(
 def _shape(config: Any, overrides: dict[str, Any]) -> GPTConfig:
     if isinstance(config, str):
         return GPTConfig.preset(config, **overrides)
-    return GPTConfig(**_known({**(config or {}), **overrides}, GPTConfig, "model.config"))
+    return GPTConfig(**_known({**(config or {}), **overrides}, _fields(GPTConfig), "model.config"))
 
 
-def _known(values: Mapping[str, Any], cls: type, where: str) -> dict[str, Any]:
-    names = {f.name for f in fields(cls)}
-    if unknown := sorted(set(values) - names):
-        raise ValueError(f"{where} has no field {', '.join(unknown)}: use {', '.join(sorted(names))}")
+def _fields(cls: type) -> list[str]:
+    return [f.name for f in fields(cls)]
+
+
+def _with_defaults(config: Mapping[str, Any], section: str, path: Path, class_name: str) -> dict[str, Any]:
+    given = _known(config.get(section) or {}, constructor_arguments(path, class_name), section)
+    return constructor_defaults(path, class_name) | given
+
+
+def _known(values: Mapping[str, Any], names: Collection[str], where: str) -> dict[str, Any]:
+    for word in values:
+        if word not in names:
+            close = difflib.get_close_matches(str(word), names, n=2)
+            meant = f"; did you mean {' or '.join(close)}?" if close else "."
+            raise ValueError(f"{where} has no field {word}{meant} It takes {', '.join(sorted(names))}")
     return dict(values)
 
 
-def _num_devices(trainer: Mapping[str, Any], notes: list[str]) -> int:
+def _devices(
+    trainer: Mapping[str, Any], num_devices: int | None, devices_per_node: int | None, notes: list[str]
+) -> tuple[int, int]:
+    """Return (all devices, devices per node); what is given goes before the configuration."""
+    for name, given in (("--devices", num_devices), ("--gpus_per_node", devices_per_node)):
+        if given is not None and given < 1:
+            raise ValueError(f"{name} {given} must be at least 1")
     devices = trainer.get("devices") or "auto"
     if isinstance(devices, str) and "," in devices:
         devices = [d for d in devices.split(",") if d.strip()]
     if isinstance(devices, Sequence) and not isinstance(devices, str):
         devices = len(devices)
-    if devices in ("auto", -1, "-1"):
-        notes.append("devices: 1 per node (trainer.devices says auto; --devices N plans for another number)")
-        devices = 1
-    return int(devices) * int(trainer.get("num_nodes") or 1)
+    is_auto = devices in ("auto", -1, "-1")
+    per_node, num_nodes = 1 if is_auto else int(devices), int(trainer.get("num_nodes") or 1)
+    if num_devices is None:
+        num_devices = per_node * num_nodes
+        if is_auto:
+            notes.append(
+                "devices: 1 per node (trainer.devices says auto; --devices N plans for another number)"
+            )
+    if devices_per_node is None:
+        devices_per_node = per_node if per_node * num_nodes > 1 else DEFAULT_NODE
+        if num_devices > max(devices_per_node, per_node * num_nodes):
+            notes.append(f"nodes: of {devices_per_node} devices; --gpus_per_node N plans for others")
+    return num_devices, devices_per_node
 
 
 def _device_type(trainer: Mapping[str, Any], device: Device | None) -> Literal["cuda", "cpu"]:
@@ -212,7 +217,20 @@ _STRATEGIES: dict[str, Strategy] = {
 }
 
 
-def _strategy(value: Any, num_devices: int) -> tuple[Strategy, dict[str, Any]]:
+# Arguments of strategies that leave memory as it is.
+_WITHOUT_EFFECT = {
+    "timeout_s", "timeout", "find_unused_parameters", "static_graph", "bucket_cap_mb", "process_group_backend", "start_method",
+    "state_dict_type", "save_distributed_checkpoint", "accelerator", "cluster_environment", "checkpoint_io",
+}  # fmt: skip
+_SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+
+
+def _sharding(args: Mapping[str, Any]) -> str:
+    """Return FSDP1's sharding strategy."""
+    return str(args.get("sharding_strategy") or "FULL_SHARD").rsplit(".", 1)[-1].upper()
+
+
+def _strategy(value: Any, num_devices: int, notes: list[str]) -> tuple[Strategy, dict[str, Any]]:
     """Return the strategy and its arguments; one device needs none, several need one that spreads."""
     args: dict[str, Any] = {}
     if isinstance(value, Mapping):
@@ -222,29 +240,68 @@ def _strategy(value: Any, num_devices: int) -> tuple[Strategy, dict[str, Any]]:
         raise ValueError(
             f"no memory model for strategy {value!r}: plan with one of one_device, ddp, fsdp, fsdp2"
         )
+    strategy: Strategy = _STRATEGIES.get(word, "ddp")
+    _check_strategy_args(strategy, args, notes)
     if num_devices == 1:
         return "single", args
-    strategy: Strategy = _STRATEGIES.get(word, "ddp")
-    if strategy == "fsdp" and "HYBRID" in str(args.get("sharding_strategy", "")).upper():
+    if strategy == "fsdp" and "HYBRID" in _sharding(args):
         return "hybrid", args
     return ("ddp" if strategy == "single" else strategy), args
 
 
+def _check_strategy_args(strategy: Strategy, args: Mapping[str, Any], notes: list[str]) -> None:
+    """Refuse arguments under which the memory model would be wrong; note those that it does not know."""
+    modelled = {"sync_every_micro_batch"}
+    plain = f"plan without it: --trainer.strategy {strategy}"
+    if strategy == "ddp" and args.get("gradient_as_bucket_view", True) is True:
+        modelled.add("gradient_as_bucket_view")
+    if strategy == "fsdp":
+        modelled |= {"sharding_strategy", "param_dtype", "cpu_offload"}
+        if args.get("cpu_offload"):
+            raise ValueError(f"no memory model for cpu_offload, which keeps the state on the host: {plain}")
+        if _sharding(args) == "NO_SHARD":
+            raise ValueError(
+                "no memory model for sharding_strategy NO_SHARD, which torch has deprecated: use ddp"
+            )
+        if _sharding(args) not in _SHARDINGS:
+            raise ValueError(
+                f"sharding_strategy {args['sharding_strategy']!r} is unknown: use one of {', '.join(_SHARDINGS)}"
+            )
+    if strategy == "fsdp2":
+        modelled.add("tensor_parallel_size")
+        if args.get("tensor_parallel_size") not in (None, "auto", 1):
+            raise ValueError(
+                f"no memory model for tensor_parallel_size={args['tensor_parallel_size']}: {plain}"
+            )
+    ignored = [k for k, v in args.items() if v is not None and k not in modelled | _WITHOUT_EFFECT]
+    if ignored:
+        notes.append(f"memory: the strategy's {', '.join(ignored)} is not in the memory model")
+
+
 def _retention(callbacks: Any) -> Retention | None:
+    """Return what CheckpointRetention keeps; None where the callbacks are named and it is not among them."""
+    if (
+        callbacks is None
+    ):  # recipes.pretrain.default_callbacks: CheckpointRetention() and RestartEquivalence()
+        callbacks = ["CheckpointRetention", "RestartEquivalence"]
+    found: dict[str, dict[str, Any]] = {}
     for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
-        path = callback.get("class_path", "") if isinstance(callback, Mapping) else str(callback or "")
-        if path.split(".")[-1] == "CheckpointRetention":
-            args = dict(callback.get("init_args") or {}) if isinstance(callback, Mapping) else {}
-            values = constructor_defaults(RETENTION, "CheckpointRetention") | args
-            return Retention(**{f.name: values[f.name] for f in fields(Retention)})
-    return None
+        path = callback.get("class_path", "") if isinstance(callback, Mapping) else str(callback)
+        args = dict(callback.get("init_args") or {}) if isinstance(callback, Mapping) else {}
+        found[path.split(".")[-1]] = args
+    if "CheckpointRetention" not in found:
+        return None
+    values = constructor_defaults(RETENTION, "CheckpointRetention") | found["CheckpointRetention"]
+    if not values["monitor"]:
+        values["keep_best"] = 0
+    values["keeps_verified"] = "RestartEquivalence" in found
+    return Retention(**{f.name: values[f.name] for f in fields(Retention)})
 
 
 def describe_data(data: Mapping[str, Any], notes: list[str]) -> tuple[int | None, int | None]:
     """Return (vocabulary, tokens of the training split) as far as they are known without reading the corpus."""
     # numpy and tokenizers: half a second that only this needs
-    from lit_gpt_loop.corpus import open_corpus
-    from lit_gpt_loop.store_build import make_tokenizer, store_path
+    from lit_gpt_loop.store_build import make_tokenizer
     from lit_gpt_loop.token_store import TokenStore
     from lit_gpt_loop.tokenizer import bpe_vocab_size
 
@@ -255,11 +312,8 @@ def describe_data(data: Mapping[str, Any], notes: list[str]) -> tuple[int | None
             store = TokenStore(data["store"])
         else:
             word = word or DEFAULT_TOKENIZER
-            corpus = open_corpus(
-                data["corpus"], data["text_field"], data["document_separator"], data["corpus_options"]
-            )
-            folder = store_path(data["data_dir"], corpus, word, end_token)
-            store = TokenStore(folder) if folder.is_dir() else None
+            folder = _prepared_store(data, word, notes)
+            store = TokenStore(folder) if folder is not None else None
     except (FileNotFoundError, ModuleNotFoundError, RuntimeError, ValueError) as e:
         notes.append(f"corpus: not looked at ({str(e).splitlines()[0]})")
     if store is not None:
@@ -271,3 +325,37 @@ def describe_data(data: Mapping[str, Any], notes: list[str]) -> tuple[int | None
         return None, None
     size = bpe_vocab_size(word)
     return (size if size is not None else make_tokenizer(word, None, end_token).vocab_size), None
+
+
+def _prepared_store(data: Mapping[str, Any], word: str, notes: list[str]) -> Path | None:
+    """Return the folder of the corpus' store, if it is prepared."""
+    from lit_gpt_loop.corpus import open_corpus
+    from lit_gpt_loop.store_build import store_path
+    from lit_gpt_loop.token_store import PartMeta
+
+    corpus = data["corpus"]
+    if not (isinstance(corpus, str) and corpus.startswith("hf:")):
+        opened = open_corpus(corpus, data["text_field"], data["document_separator"], data["corpus_options"])
+        folder = store_path(data["data_dir"], opened, word, data["end_token"])
+        return folder if folder.is_dir() else None
+    # `load_dataset` may download all of it, so its store is known by the names of data set and tokenizer alone.
+    name = corpus.removeprefix("hf:").rsplit("/", 1)[-1]
+    metas = {
+        path.parent.parent: PartMeta.read(path.parent)
+        for path in Path(data["data_dir"]).glob("*/part-*/meta.json")
+    }
+    found = [folder for folder, meta in metas.items() if (meta.corpus, meta.tokenizer) == (name, word)]
+    if len(found) == 1:
+        notes.append(
+            f"corpus: {corpus} is not opened (that may download it); taken to be the store {found[0]}"
+        )
+        return found[0]
+    notes.append(
+        f"corpus: {corpus} is not opened (that may download it); "
+        + (
+            f"{len(found)} stores could be its: name one by --data.store"
+            if found
+            else "give --corpus_tokens for epochs"
+        )
+    )
+    return None

@@ -167,10 +167,10 @@ def _checkpoint_lines(plan: RunPlan) -> list[tuple[str, str]]:
     c = plan.checkpoint
     lines = [("size", f"{_bytes(c.bytes)} (parameters and two moments)")]
     if c.num_kept is not None and c.disk_bytes is not None:
-        lines.append(("disk", f"{_bytes(c.disk_bytes)} for {c.num_kept} kept and one being written"))
+        lines.append(("disk", f"{_bytes(c.disk_bytes)} for at most {c.num_kept} kept and one being written"))
     else:
         lines.append(
-            ("disk", f"{_bytes(c.bytes)} each (no CheckpointRetention in trainer.callbacks, or no length)")
+            ("disk", f"{_bytes(c.bytes)} each (trainer.callbacks without CheckpointRetention, or no length)")
         )
     lines.append(("a save blocks", f"{_duration(c.blocked_s)}"))
     steps = f" = every {c.save_interval_steps:,} updates" if c.save_interval_steps is not None else ""

@@ -42,6 +42,13 @@ class Retention:
     keep_latest: int = 2
     archive_every_n_steps: int | list[int] | None = None
     async_save: bool = False
+    keeps_verified: bool = (
+        False  # RestartEquivalence is there: the last checkpoint that it verified is kept as well
+    )
+
+    def num_kept(self, total_steps: int) -> int:
+        """Return the most checkpoints at the end of a run; one may serve for several."""
+        return self.keep_best + self.keep_latest + self.num_archives(total_steps) + int(self.keeps_verified)
 
     def num_archives(self, total_steps: int) -> int:
         """Return the archives at the end of a run."""
@@ -66,10 +73,11 @@ class RunSpec:
         schedule: of the learning rate.
         strategy: how the state is spread over `num_devices`.
         num_devices: all devices.
-        devices_per_node: what hybrid sharding shards over.
+        devices_per_node: what hybrid sharding shards over and what fails as a whole.
         precision: Lightning's name.
         syncs_every_micro_batch: of the strategy.
         gathers_low: the strategy gathers parameters in low precision.
+        keeps_gathered: FSDP1 keeps parameters whole from forward to backward.
         device_type: whose kernels run, "cuda" or "cpu".
         device: None leaves out time, money and what fits.
         mfu: the share of peak that is assumed.
@@ -96,6 +104,7 @@ class RunSpec:
     precision: str = "bf16-mixed"
     syncs_every_micro_batch: bool = False
     gathers_low: bool = False
+    keeps_gathered: bool = False
     device_type: Literal["cuda", "cpu"] = "cuda"
     device: Device | None = None
     mfu: float = 0.4
@@ -276,12 +285,16 @@ def plan_run(spec: RunSpec) -> RunPlan:
 
 
 def _layout(spec: RunSpec, strategy: Strategy, num_devices: int) -> Layout:
+    shard_size = None
+    if strategy == "hybrid":
+        shard_size = min(spec.devices_per_node, num_devices)
+        if num_devices % shard_size:
+            raise ValueError(
+                f"hybrid sharding shards over whole nodes, and {num_devices} devices are no nodes of {spec.devices_per_node}: "
+                "set trainer.devices (of one node) and trainer.num_nodes, or give --gpus_per_node"
+            )
     return Layout(
-        strategy,
-        num_devices,
-        spec.devices_per_node if strategy == "hybrid" else None,
-        spec.syncs_every_micro_batch,
-        spec.gathers_low,
+        strategy, num_devices, shard_size, spec.syncs_every_micro_batch, spec.gathers_low, spec.keeps_gathered
     )
 
 
@@ -296,6 +309,8 @@ def _memory_rows(spec: RunSpec) -> list[MemoryRow]:
     for strategy in ("fsdp", "fsdp2"):
         wanted += [(strategy, n) for n in counts]
     wanted += [("hybrid", n) for n in counts if n > node and n % node == 0]
+    if (spec.strategy, spec.num_devices) not in wanted:  # hybrid sharding on one node
+        wanted.append((spec.strategy, spec.num_devices))
     return [_memory_row(spec, strategy, n) for strategy, n in wanted]
 
 
@@ -345,7 +360,7 @@ def _checkpoint(spec: RunSpec, steps: int | None, step_s: float | None) -> Check
     interval = budget.save_interval_s(blocked, mtbf)
     kept = None
     if spec.retention is not None and steps is not None:
-        kept = retention.keep_best + retention.keep_latest + retention.num_archives(steps)
+        kept = retention.num_kept(steps)
     return CheckpointPlan(
         bytes=size,
         num_kept=kept,

@@ -102,9 +102,9 @@ def _parser() -> ArgumentParser:
     )
     add(
         "--gpus_per_node",
-        type=int,
-        default=8,
-        help="Devices that hybrid sharding shards over; nodes fail as a whole.",
+        type=int | None,
+        default=None,
+        help="Devices that hybrid sharding shards over; nodes fail as a whole. Default: trainer.devices, or 8 where that is 1.",
     )
     add(
         "--gpu",

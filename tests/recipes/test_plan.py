@@ -8,24 +8,12 @@ import pytest
 import torch
 import yaml
 
-from callbacks.checkpoint_retention import CheckpointRetention
-from callbacks.mfu import PEAK_FLOPS
-from lit_gpt_loop.data import TextDataModule
 from lit_gpt_loop.journal import read_journal
 from lit_gpt_loop.memory import plan_memory
 from lit_gpt_loop.model import GPT
 from lit_gpt_loop.module import LitGPT
 from lit_gpt_loop.plan_check import compare_plan
 from lit_gpt_loop.plan_config import (
-    DATA,
-    DEFAULT_TOKENIZER,
-    MFU,
-    MODULE,
-    RETENTION,
-    constant,
-    constructor_defaults,
-    merge,
-    peak_flops_table,
     read_run_spec,
 )
 from recipes import plan as recipe
@@ -217,7 +205,7 @@ def test_what_fits_follows_the_update(config_file, capsys):
         "none",
     )
     plan, text = run(
-        capsys, *common, "--gpu", "a100", "--devices", 8, "--trainer.strategy", "ddp",
+        capsys, *common, "--gpu", "a100", "--devices", 8, "--gpus_per_node", 8, "--trainer.strategy", "ddp",
         "--data.global_batch_tokens", 480 * 1024, "--data.micro_batch_size", 15,
     )  # fmt: skip
     fits = {(r.strategy, r.num_devices): r.plain.fit for r in plan.memory}
@@ -259,91 +247,6 @@ def test_every_config_of_the_project_plans(capsys):
         if "data" in yaml.safe_load(path.read_text()):
             plan, _ = run(capsys, "--config", path, "--gpu", "h200", "--out", "none")
             assert plan.total_steps
-
-
-def test_a_prepared_store_gives_epochs(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("the robot picks up the red box. " * 200)
-    data = TextDataModule(
-        corpus=str(tmp_path / "text.txt"),
-        tokenizer="bytes",
-        data_dir=str(tmp_path / "data"),
-        val_split="tail",
-        val_fraction=0.1,
-    )
-    data.prepare_data()
-    config = {
-        "trainer": {"max_steps": 10, "devices": 1},
-        "model": {"config": "tiny"},
-        "data": {
-            "corpus": str(tmp_path / "text.txt"),
-            "tokenizer": "bytes",
-            "data_dir": str(tmp_path / "data"),
-            "context_length": 64,
-            "micro_batch_size": 9,
-            "val_fraction": 0.1,
-        },
-    }
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
-    plan, _ = run(capsys, "--config", tmp_path / "c.yaml", "--out", "none")
-    assert plan.epochs == pytest.approx(9 * 64 * 10 / (6401 * 0.9), rel=1e-3)
-
-
-def test_defaults_are_read_from_the_constructors():
-    import inspect
-
-    for path, cls in ((DATA, TextDataModule), (MODULE, LitGPT), (RETENTION, CheckpointRetention)):
-        signature = inspect.signature(cls.__init__).parameters
-        read = constructor_defaults(path, cls.__name__)
-        actual = {k: p.default for k, p in signature.items() if p.default is not inspect.Parameter.empty}
-        assert read == actual
-    assert peak_flops_table() == PEAK_FLOPS
-    assert f"bpe:{TextDataModule().vocab_size}" == DEFAULT_TOKENIZER
-    assert constant(MFU, "IGNORE_INDEX") == -100
-    with pytest.raises(ValueError, match="no constant NOTHING"):
-        constant(MFU, "NOTHING")
-    with pytest.raises(ValueError, match="no class Nobody"):
-        constructor_defaults(DATA, "Nobody")
-
-
-def test_merge_replaces_what_has_a_class_path():
-    old = {"trainer": {"strategy": {"class_path": "a", "init_args": {"x": 1}}, "max_steps": 1}}
-    new = merge(old, {"trainer": {"strategy": {"class_path": "b"}}})
-    assert new == {"trainer": {"strategy": {"class_path": "b"}, "max_steps": 1}}
-    assert old["trainer"]["strategy"]["class_path"] == "a"
-
-
-@pytest.mark.parametrize(
-    ("trainer", "expected"),
-    [
-        ({"devices": 1, "strategy": "fsdp2"}, ("single", 1)),
-        ({"devices": 2}, ("ddp", 2)),
-        ({"devices": [0, 1, 2], "num_nodes": 2, "strategy": "fsdp"}, ("fsdp", 6)),
-        ({"devices": "0,1", "strategy": {"class_path": "lit_gpt_loop.strategies.DDP"}}, ("ddp", 2)),
-        (
-            {
-                "devices": 8,
-                "num_nodes": 2,
-                "strategy": {
-                    "class_path": "lit_gpt_loop.strategies.FSDP",
-                    "init_args": {"sharding_strategy": "HYBRID_SHARD"},
-                },
-            },
-            ("hybrid", 16),
-        ),
-        ({"devices": "auto"}, ("single", 1)),
-    ],
-)
-def test_strategies_and_devices(trainer, expected):
-    spec = read_run_spec(
-        {
-            "trainer": {"max_steps": 100, **trainer},
-            "model": {"config": "tiny"},
-            "data": {"tokenizer": "bytes"},
-        },
-        "x",
-        [],
-    )
-    assert (spec.strategy, spec.num_devices) == expected
 
 
 def test_the_plan_of_a_run_is_what_its_first_updates_take(tmp_path):
