@@ -45,7 +45,7 @@ def updates_for_tokens(max_tokens: int, tokens_per_update: int) -> int:
     """
     if tokens_per_update < 1 or max_tokens < tokens_per_update:
         raise ValueError(
-            f"a budget of {max_tokens} tokens is less than one update's {tokens_per_update}: raise it or shrink the batch"
+            f"max_tokens={max_tokens} is less than one update's {tokens_per_update} tokens: raise it or shrink the batch"
         )
     return max_tokens // tokens_per_update
 
@@ -61,7 +61,11 @@ def updates_per_epoch(num_samples: int, global_batch: int, keep_partial: bool) -
 
 
 def epochs(num_tokens: float, corpus_tokens: float) -> float:
-    """Return how often `num_tokens` of training pass over a corpus."""
+    """Return how often `num_tokens` of training pass over a corpus.
+
+    Raises:
+        ValueError: `corpus_tokens` is not above 0.
+    """
     if corpus_tokens <= 0:
         raise ValueError(f"corpus_tokens={corpus_tokens} must be above 0")
     return num_tokens / corpus_tokens
@@ -71,7 +75,12 @@ def epochs(num_tokens: float, corpus_tokens: float) -> float:
 
 
 def training_flops(num_params: float, num_tokens: float) -> float:
-    """Return 6 N D: forward 2 N per token, backward twice that. Attention's T-dependent part is left out, as in MFU."""
+    """Return 6 N D: forward 2 N per token, backward twice that. Attention's T-dependent part is left out, as in MFU.
+
+    Args:
+        num_params: N, the weights that multiply activations (`flops.num_matmul_params`).
+        num_tokens: D.
+    """
     return 6.0 * num_params * num_tokens
 
 
@@ -81,10 +90,7 @@ def training_seconds(flops: float, peak_flops_per_device: float, mfu: float, num
     Raises:
         ValueError: `mfu` is not in (0, 1], or another number is not above 0.
     """
-    if not 0.0 < mfu <= 1.0:
-        raise ValueError(
-            f"mfu={mfu} must lie in (0, 1]: the share of peak that training reaches, 0.3 to 0.5 on GPUs"
-        )
+    _check_mfu(mfu)
     if peak_flops_per_device <= 0 or num_devices < 1:
         raise ValueError(
             f"peak_flops_per_device={peak_flops_per_device} and num_devices={num_devices} must be above 0"
@@ -93,8 +99,35 @@ def training_seconds(flops: float, peak_flops_per_device: float, mfu: float, num
 
 
 def flops_of_gpu_hours(gpu_hours: float, peak_flops_per_device: float, mfu: float) -> float:
-    """Return the FLOPs that `gpu_hours` buy at a utilisation of `mfu`."""
+    """Return the FLOPs that `gpu_hours` buy at a utilisation of `mfu`.
+
+    Raises:
+        ValueError: `mfu` is not in (0, 1], or another number is not above 0.
+    """
+    _check_mfu(mfu)
+    if gpu_hours <= 0 or peak_flops_per_device <= 0:
+        raise ValueError(
+            f"gpu_hours={gpu_hours} and peak_flops_per_device={peak_flops_per_device} must be above 0"
+        )
     return gpu_hours * SECONDS_PER_HOUR * peak_flops_per_device * mfu
+
+
+def price(gpu_hours: float, price_per_gpu_hour: float) -> float:
+    """Return what `gpu_hours` cost, in the currency of the price.
+
+    Raises:
+        ValueError: the price is below 0.
+    """
+    if price_per_gpu_hour < 0:
+        raise ValueError(f"price_per_gpu_hour={price_per_gpu_hour} must be at least 0, in any currency")
+    return gpu_hours * price_per_gpu_hour
+
+
+def _check_mfu(mfu: float) -> None:
+    if not 0.0 < mfu <= 1.0:
+        raise ValueError(
+            f"mfu={mfu} must lie in (0, 1]: the share of peak that training reaches, 0.3 to 0.5 on GPUs"
+        )
 
 
 # --- what is best ------------------------------------------------------------------------------------------------------
@@ -106,7 +139,11 @@ def chinchilla_tokens(num_params: float) -> float:
 
 
 def compute_optimal_size(flops: float) -> tuple[float, float]:
-    """Return (parameters, tokens) that spend `flops` best: C = 6 N D with D = 20 N, so N = sqrt(C / 120)."""
+    """Return (parameters, tokens) that spend `flops` best: C = 6 N D with D = 20 N, so N = sqrt(C / 120).
+
+    Raises:
+        ValueError: `flops` is not above 0.
+    """
     if flops <= 0:
         raise ValueError(f"flops={flops} must be above 0")
     n = math.sqrt(flops / (6.0 * CHINCHILLA_TOKENS_PER_PARAM))
@@ -140,8 +177,10 @@ def propose(flops: float, presets: Mapping[str, tuple[int, float]]) -> list[Prop
     Raises:
         ValueError: the budget is not above 0, or there are no presets.
     """
-    if flops <= 0 or not presets:
-        raise ValueError(f"flops={flops} must be above 0 and there must be presets (got {len(presets)})")
+    if flops <= 0:
+        raise ValueError(f"a budget of {flops} FLOPs must be above 0")
+    if not presets:
+        raise ValueError("there must be presets to choose from")
     proposals = [Proposal(name, n, flops / f, flops / f / n) for name, (n, f) in presets.items()]
     return sorted(proposals, key=lambda p: abs(math.log(p.tokens_per_param / CHINCHILLA_TOKENS_PER_PARAM)))
 

@@ -29,6 +29,7 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
+from lit_gpt_loop.budget import updates_for_tokens
 from lit_gpt_loop.checkpoint_files import open_checkpoint
 from lit_gpt_loop.data import TextDataModule
 from lit_gpt_loop.journal import JournalLogger, RunWandbLogger
@@ -156,12 +157,7 @@ class PretrainCLI(LightningCLI):
     def _steps_for(self, max_tokens: int) -> int:
         trainer = self.config[self.subcommand].trainer
         _, sequences = self._batch(_num_devices(trainer) * trainer.num_nodes)
-        per_update = sequences * self.datamodule.context_length
-        if max_tokens < per_update:
-            raise ValueError(
-                f"--max_tokens={max_tokens} is less than one update's {per_update} tokens: raise it or shrink the batch"
-            )
-        return max_tokens // per_update
+        return updates_for_tokens(max_tokens, sequences * self.datamodule.context_length)
 
     # ------------------------------------------------------------------ subcommands
 

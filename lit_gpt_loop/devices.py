@@ -34,11 +34,25 @@ DEVICES: dict[str, tuple[str, float]] = {
 
 @dataclass(frozen=True)
 class Device:
-    """What a plan needs to know of one device."""
+    """What a plan needs to know of one device.
+
+    Attributes:
+        name: for messages.
+        memory_bytes: as the driver reports it; None if unknown.
+        peak_flops: dense FLOP/s in the type of the matmuls; None if unknown.
+
+    Raises:
+        ValueError: a number is not above 0.
+    """
 
     name: str
     memory_bytes: float | None
     peak_flops: float | None
+
+    def __post_init__(self) -> None:
+        for what, value in (("memory", self.memory_bytes), ("peak", self.peak_flops)):
+            if value is not None and value <= 0:
+                raise ValueError(f"the {what} of {self.name} is {value:g}: it must be above 0")
 
 
 def find_device(

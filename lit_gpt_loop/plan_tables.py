@@ -12,6 +12,8 @@ from lit_gpt_loop.memory import GIB, RESERVED_SHARE, Fit
 from lit_gpt_loop.plan_check import Compared
 from lit_gpt_loop.run_plan import RunPlan
 
+NEAR = 5.0  # a preset suits a budget if its tokens per parameter are within this factor of Chinchilla's
+
 
 def render(console: Console, plan: RunPlan, device: Device | None, notes: list[str]) -> None:
     """Print a plan as tables."""
@@ -212,6 +214,20 @@ def proposals_table(flops: float, proposals: list[Proposal]) -> Table:
     )
     table.caption_justify = "left"
     return table
+
+
+def proposal_line(flops: float, best: Proposal) -> str:
+    """Return the arguments of the preset that comes nearest, or a warning where none comes near."""
+    arguments = f"--model.config {best.preset} --max_tokens {round(best.num_tokens)}"
+    ratio = best.tokens_per_param / CHINCHILLA_TOKENS_PER_PARAM
+    if 1.0 / NEAR <= ratio <= NEAR:
+        return f"proposed: {arguments}"
+    size, _ = compute_optimal_size(flops)
+    return (
+        f"[bold red]no preset suits this budget[/bold red]: it trains {_si(size)} parameters best, and the nearest ({arguments}) would "
+        f"see {best.tokens_per_param:.3g} tokens per parameter, {ratio:.3g} x Chinchilla's 20. Give model.config a shape of its own "
+        "(n_layer, n_embd, ...), or another budget."
+    )
 
 
 def _facts(title: str, lines: list[tuple[str, str]]) -> Table:

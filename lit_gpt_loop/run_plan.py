@@ -219,26 +219,27 @@ def plan_run(spec: RunSpec) -> RunPlan:
         ValueError: a batch that does not divide, phases that overlap, two budgets; each names the remedy.
     """
     config, counts = spec.config, count_parameters(spec.config)
-    global_batch = spec.global_batch or budget.sequences_per_update(
-        spec.micro_batch, spec.accumulation, spec.num_devices
-    )
+    global_batch = spec.global_batch
+    if global_batch is None:
+        global_batch = budget.sequences_per_update(spec.micro_batch, spec.accumulation, spec.num_devices)
     accumulate = accumulation(global_batch, spec.micro_batch, spec.num_devices)
     per_update = global_batch * config.context_length
     steps = spec.max_steps
     if spec.max_tokens is not None:
         if steps is not None:
             raise ValueError(
-                f"both max_tokens={spec.max_tokens} and max_steps={steps} are given: a run has one budget"
+                f"both max_tokens={spec.max_tokens} and trainer.max_steps={steps} are given: a run has one budget; "
+                "set the other to null (--max_tokens null, or --trainer.max_steps -1)"
             )
         steps = budget.updates_for_tokens(spec.max_tokens, per_update)
     tokens = steps * per_update if steps is not None else None
     schedule = spec.schedule.resolve(steps) if steps is not None else None
-    per_token = flops_per_token(config)
-    total_flops = per_token * tokens if tokens is not None else None
+    matrices = num_matmul_params(config)
+    total_flops = budget.training_flops(matrices, tokens) if tokens is not None else None
     step_s = seconds = gpu_hours = None
     if spec.device is not None and spec.device.peak_flops is not None:
         step_s = budget.training_seconds(
-            per_token * per_update, spec.device.peak_flops, spec.mfu, spec.num_devices
+            budget.training_flops(matrices, per_update), spec.device.peak_flops, spec.mfu, spec.num_devices
         )
         if steps is not None:
             seconds = step_s * steps
@@ -252,7 +253,7 @@ def plan_run(spec: RunSpec) -> RunPlan:
         num_devices=spec.num_devices,
         parameters=asdict(counts),
         num_params=counts.total,
-        num_matmul_params=num_matmul_params(config),
+        num_matmul_params=matrices,
         micro_batch=spec.micro_batch,
         accumulation=accumulate,
         activation_checkpointing=config.activation_checkpointing,
@@ -262,8 +263,8 @@ def plan_run(spec: RunSpec) -> RunPlan:
         total_tokens=tokens,
         tokens_per_param=tokens / counts.total if tokens is not None else None,
         chinchilla_tokens=budget.chinchilla_tokens(counts.total),
-        epochs=budget.epochs(tokens, spec.corpus_tokens) if tokens and spec.corpus_tokens else None,
-        flops_per_token=per_token,
+        epochs=budget.epochs(tokens, spec.corpus_tokens) if tokens and spec.corpus_tokens is not None else None,
+        flops_per_token=flops_per_token(config),
         attention_flops_per_token=attention_flops_per_token(config),
         recomputed_flops_per_token=recomputed_flops_per_token(config),
         total_flops=total_flops,
@@ -271,7 +272,7 @@ def plan_run(spec: RunSpec) -> RunPlan:
         tokens_per_s=per_update / step_s if step_s else None,
         seconds=seconds,
         gpu_hours=gpu_hours,
-        price=gpu_hours * spec.price_per_gpu_hour
+        price=budget.price(gpu_hours, spec.price_per_gpu_hour)
         if gpu_hours is not None and spec.price_per_gpu_hour is not None
         else None,
         peak_memory_bytes=plan_memory(

@@ -23,11 +23,18 @@ import yaml
 from jsonargparse import ArgumentParser
 from rich.console import Console
 
+from lit_gpt_loop.budget import flops_of_gpu_hours
 from lit_gpt_loop.devices import Device, find_device
 from lit_gpt_loop.memory import GIB
 from lit_gpt_loop.plan_check import compare_plan
 from lit_gpt_loop.plan_config import matmul_dtype, merge, peak_flops_table, read_run_spec
-from lit_gpt_loop.plan_tables import comparison_table, draw_schedule, proposals_table, render
+from lit_gpt_loop.plan_tables import (
+    comparison_table,
+    draw_schedule,
+    proposal_line,
+    proposals_table,
+    render,
+)
 from lit_gpt_loop.run_plan import RunPlan, plan_run, propose_preset
 
 _OVERRIDES = ("--model.", "--data.", "--trainer.", "--run", "--max_tokens")
@@ -42,9 +49,7 @@ def main(args: list[str] | None = None) -> RunPlan | None:
     if budget_flops is not None:
         proposals = propose_preset(budget_flops)
         console.print(proposals_table(budget_flops, proposals))
-        console.print(
-            f"proposed: --model.config {proposals[0].preset} --max_tokens {round(proposals[0].num_tokens)}"
-        )
+        console.print(proposal_line(budget_flops, proposals[0]))
     if not options.config:
         if budget_flops is None:
             raise ValueError("nothing to plan: give --config FILE, or --budget_flops or --budget_gpu_hours")
@@ -219,7 +224,11 @@ def _device(options: Any, precision: str) -> Device | None:
     if options.gpu is None:
         memory = options.device_memory_gib
         peak = options.peak_tflops
-        return Device(name, memory * GIB if memory else None, peak * 1e12 if peak else None)
+        return Device(
+            name,
+            memory * GIB if memory is not None else None,
+            peak * 1e12 if peak is not None else None,
+        )
     return find_device(
         name, peak_flops_table(), matmul_dtype(precision), options.peak_tflops, options.device_memory_gib
     )
@@ -233,7 +242,7 @@ def _budget(options: Any) -> float | None:
     device = _device(options, "bf16-mixed")
     if device is None or device.peak_flops is None:
         raise ValueError("--budget_gpu_hours needs to know the device: add --gpu h100 (or --peak_tflops)")
-    return options.budget_gpu_hours * 3600.0 * device.peak_flops * options.mfu
+    return flops_of_gpu_hours(options.budget_gpu_hours, device.peak_flops, options.mfu)
 
 
 def _write(console: Console, plan: RunPlan, out: Path) -> None:
