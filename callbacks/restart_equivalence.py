@@ -40,7 +40,8 @@ exact; what the update computes is held to a tolerance that one repeated forward
 | `restart/mismatches` | count | those that did not, and states that did not load |
 
 The verdict goes into `verified` of a `manifest.json` beside the checkpoint ({"promise": "exact" | "tolerance" |
-"samples" | "failed", "when", "by", "updates", ...}), else into the trace.
+"samples" | "failed", "when", "by", "updates", ...}), else into the trace. A checkpoint in a folder where no callback of this
+run saves belongs to another run, and stays as it is.
 
 Digests: the bytes of a tensor times weights of their position, summed modulo 2^64. Sums of shards add up, so one process,
 DDP, FSDP and FSDP2 give the same digest. A single changed byte always changes it; of other changes about one in
@@ -940,7 +941,11 @@ class RestartEquivalence(pl.Callback):
         )
         self.report: dict[str, Any] | None = None
         self.by = "RestartEquivalence"  # who verified, for the manifest
+        self.marks_other_runs = (
+            False  # for a process that replays a run beside it to judge the run's own checkpoints
+        )
         self.trace_file: Path | None = None  # of the checkpoint resumed from, if not beside it
+        self._is_foreign = False  # the checkpoint resumed from belongs to another run
         self._is_inside = False  # a window, since this batch began or the last one ended
         self._last_step = -1
         self._reset()
@@ -1249,6 +1254,7 @@ class RestartEquivalence(pl.Callback):
 
     def _begin_resume(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         checkpoint = Path(str(trainer.ckpt_path))
+        self._is_foreign = not self.marks_other_runs and self._belongs_to_another_run(trainer, checkpoint)
         found = self._snapshot(trainer, module)
         parts = (local_part(t, s) for _, t, s in model_leaves(module, trainer.model))
         found["is_sharded"] = any(shard is not None for _, shard in parts)
@@ -1435,12 +1441,22 @@ class RestartEquivalence(pl.Callback):
     def _spare(self, trainer: pl.Trainer, name: str) -> Path:
         return Path(trainer.default_root_dir) / "restart_traces" / f"{name}.json"
 
+    @staticmethod
+    def _belongs_to_another_run(trainer: pl.Trainer, checkpoint: Path) -> bool:
+        """Return whether a folder with a manifest lies where no callback of this run saves: its files stay as they are."""
+        manifest = manifest_of(checkpoint) or manifest_of(Path(os.path.realpath(checkpoint)))
+        root = Path(trainer.default_root_dir) / "checkpoints"
+        homes = {
+            Path(c.dirpath or root).resolve() for c in trainer.checkpoint_callbacks if hasattr(c, "dirpath")
+        }
+        return manifest is not None and bool(homes) and manifest.parent.parent.resolve() not in homes
+
     def _locate(self, trace: _Trace) -> Path | None:
         # Whoever saved may have written into a hidden folder and renamed it: step-00000200, by its manifest.
         path = trace.path
         if trace.origin == "resume" and self.trace_file is not None:
             return self.trace_file
-        if path is None:
+        if path is None or (trace.origin == "resume" and self._is_foreign):
             return None
         if path.exists() and not any(part.startswith(".") for part in path.parts[-3:]):
             return trace_file_of(path)
@@ -1482,7 +1498,7 @@ class RestartEquivalence(pl.Callback):
         self._placed = [(f, c) for f, c in self._placed if c.exists()]
 
     def _mark(self, trainer: pl.Trainer, resume: _Resume, verdict: str, first: Difference | None) -> None:
-        if trainer.global_rank:
+        if trainer.global_rank or self._is_foreign:
             return
         verified = {
             "promise": verdict,

@@ -79,7 +79,7 @@ class ReplayCLI(PretrainCLI):
             callbacks.insert(0, checker)
         checker.on_mismatch, checker.promise = "mark", "exact"
         checker.updates = self.spec["updates"]
-        checker.by = "recipes.verify_restart"
+        checker.by, checker.marks_other_runs = "recipes.verify_restart", True
         if self.spec.get("trace_file"):
             checker.trace_file = Path(self.spec["trace_file"])
         self.checkers.append(checker)

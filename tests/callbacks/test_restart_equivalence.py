@@ -6,7 +6,7 @@ import shutil
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
@@ -457,6 +457,32 @@ def test_a_checkpoint_that_is_written_elsewhere_and_renamed(tmp_path):
     resume(folder / "state.ckpt", tmp_path / "other")
     verified = json.loads((folder / "manifest.json").read_text())["verified"]
     assert verified["promise"] == "failed" and "parameters at load differs" in verified["first_difference"]
+
+
+def test_another_runs_checkpoint_stays_as_it_is(recorded, tmp_path):
+    class Saver(Checkpoint):
+        """Tells where this run saves, as ModelCheckpoint and CheckpointRetention do."""
+
+        def __init__(self, dirpath):
+            self.dirpath = dirpath
+
+    folder = tmp_path / "parent" / "step-00000003"
+    folder.mkdir(parents=True)
+    shutil.copy(recorded, folder / "state.ckpt")
+    shutil.copy(re.trace_file_of(recorded), folder / "trace.json")
+    (folder / "manifest.json").write_text('{"schema": 1, "step": 3, "verified": null}')
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    for dirpath, is_own in ((None, False), (tmp_path / "child", False), (tmp_path / "parent", True)):
+        torch.manual_seed(2)
+        checker = RestartEquivalence(on_mismatch="mark")
+        run(
+            tmp_path / "child",
+            6,
+            callbacks=[checker, KeepRng(), Count(), Saver(dirpath)],
+            ckpt=folder / "state.ckpt",
+        )
+        assert checker.report["verdict"] == "exact"
+        assert ({p.name: p.read_bytes() for p in folder.iterdir()} != before) == is_own
 
 
 def test_traces_of_pruned_checkpoints_go_with_them(tmp_path):

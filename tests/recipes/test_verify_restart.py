@@ -97,6 +97,7 @@ def test_a_good_checkpoint_holds(run, here, capsys):
         "recipes.verify_restart",
     )
     assert sorted(p.name for p in run.iterdir()) == [
+        ".lock",
         "checkpoints",
         "config.yaml",
         "journal.jsonl",
