@@ -74,6 +74,14 @@ def _copies(parameter: Any, world_size: int, flat_copies: float) -> float:
     )
 
 
+def sum_over_ranks(strategy: Any, values: list[float]) -> list[float]:
+    """Return the sums of some numbers over the ranks of a Lightning strategy, the same on each: one collective, none on one rank."""
+    if getattr(strategy, "world_size", 1) == 1:
+        return values
+    total = torch.tensor(values, dtype=torch.float64, device=strategy.root_device)
+    return strategy.reduce(total, reduce_op="sum").tolist()
+
+
 def local(tensor: Any) -> Tensor:
     """Return this rank's shard of a DTensor, any other tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

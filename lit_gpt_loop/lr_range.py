@@ -8,8 +8,8 @@ from where the loss begins to fall to where it turns; `suggestion` is the rate o
 `lr_at_minimum / 10` the cautious one. Both are for the batch that was tested: with warmup and decay, and to another
 batch by `lr_scaling.py`.
 
-Parameters, buffers, optimizer, RNG of Python, NumPy and torch, gradients and data position are bitwise what they were before. It
-needs memory for one more copy of parameters and moments.
+Parameters, buffers, optimizer, RNG of Python, NumPy and torch, gradients, data position (`read_aside.py`) and callbacks are
+bitwise what they were before. It needs memory for one more copy of parameters and moments.
 """
 
 import json
@@ -17,7 +17,7 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 
+from lit_gpt_loop.grad_squares import Shares, local, sum_over_ranks
+from lit_gpt_loop.read_aside import ReadAside
+
 _SMOOTHING = 0.9  # of the moving average of the loss, corrected for its start
 
 
@@ -37,7 +40,7 @@ class RangeResult:
 
     Attributes:
         rates: the rate of each update.
-        losses: the loss of each update's batch before that update, nats per token.
+        losses: the loss of each update's batch before that update, nats per token; weighted as its gradient is.
         smoothed: the losses' moving average.
         stopped_early: whether the loss diverged before `max_lr`.
     """
@@ -70,7 +73,7 @@ class RangeResult:
 
 
 def range_test(
-    update: Callable[[], float],
+    update: Callable[[], float | None],
     optimizer: torch.optim.Optimizer,
     modules: Iterable[nn.Module],
     min_lr: float = 1e-7,
@@ -81,8 +84,8 @@ def range_test(
     """Run updates at growing rates and put everything back.
 
     Args:
-        update: makes one update with `optimizer` at the rates in its groups and returns the loss before it; all ranks must
-            see the same number.
+        update: makes one update with `optimizer` at the rates in its groups and returns the loss before it, or None for an
+            update that says nothing and leaves no point; all ranks must see the same number.
         optimizer: its groups keep their ratios of rates.
         modules: those that `update` changes.
         min_lr: first rate (of the group with the largest one).
@@ -101,27 +104,55 @@ def range_test(
     peak = max(float(group["lr"]) for group in optimizer.param_groups)
     ratios = [float(group["lr"]) / peak if peak > 0 else 1.0 for group in optimizer.param_groups]
     average = 0.0
-    with _Unchanged(optimizer, list(modules)):
+    with _same_random_numbers(), _Unchanged(optimizer, list(modules)):
         for i in range(num_updates):
             rate = min_lr * (max_lr / min_lr) ** (i / (num_updates - 1))
             for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
                 group["lr"] = rate * ratio
             loss = update()
+            if loss is None:
+                continue
             if not math.isfinite(loss):
                 result.stopped_early = True
                 break
             average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
             result.rates.append(rate)
             result.losses.append(loss)
-            result.smoothed.append(average / (1 - _SMOOTHING ** (i + 1)))
+            result.smoothed.append(average / (1 - _SMOOTHING ** len(result.losses)))
             if result.smoothed[-1] > stop_factor * min(result.smoothed):
                 result.stopped_early = True
                 break
     return result
 
 
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """After this context the RNG of Python, NumPy and torch are where they were."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if on_gpus is not None:
+            torch.cuda.set_rng_state_all(on_gpus)
+
+
+@contextmanager
+def _same_attributes(owner: Any) -> Iterator[None]:
+    """After this context an object holds the values that it held; they must not change in themselves."""
+    saved = vars(owner).copy()
+    try:
+        yield
+    finally:
+        vars(owner).clear()
+        vars(owner).update(saved)
+
+
 class _Unchanged:
-    """Context after which parameters, buffers, gradients, optimizer and RNG are bitwise what they were before."""
+    """Context after which parameters, buffers, gradients and optimizer are bitwise what they were before."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, modules: list[nn.Module]) -> None:
         self.optimizer = optimizer
@@ -143,8 +174,6 @@ class _Unchanged:
         self.hooks = self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks
         self.optimizer._optimizer_step_pre_hooks = OrderedDict()
         self.optimizer._optimizer_step_post_hooks = OrderedDict()
-        self.rng = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-        self.cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
     @torch.no_grad()
     def __exit__(self, *exc: Any) -> None:
@@ -162,18 +191,19 @@ class _Unchanged:
         for group, settings in zip(self.optimizer.param_groups, self.groups, strict=True):
             group.update(settings)
         self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks = self.hooks
-        random.setstate(self.rng[0])
-        np.random.set_state(self.rng[1])
-        torch.set_rng_state(self.rng[2])
-        if self.cuda_rng is not None:
-            torch.cuda.set_rng_state_all(self.cuda_rng)
 
 
 class LRRangeTest(pl.Callback):
     """Run a range test when a fit starts (after a checkpoint was restored), then train as if it had not been.
 
-    Updates are those of the run: its micro-batches, accumulation and ranks. Only the learning rate differs. The result is in
-    `result`, and in `lr_range.json` in the run's directory.
+    Updates are those of the run, and only the learning rate differs: micro-batches, accumulation, ranks and precision; weighted
+    by TokenWeightedLoss, clipped by GradNormMonitor or the Trainer, and without the gradients that GradNormMonitor drops, where
+    the run has these. What the run does and the test does not: the end of a loader cuts its last window short (the test goes on
+    with the next pass), and hooks of the other callbacks and of the module are called. Of the module the test calls
+    `training_step`, `backward`, `configure_gradient_clipping` and the hooks of batch transfer; what they `log` is dropped, what
+    they keep in attributes of their own (a metric's sums) stays.
+
+    The result is in `result`, and in `lr_range.json` in the run's directory.
 
     Args:
         min_lr: first rate.
@@ -181,6 +211,11 @@ class LRRangeTest(pl.Callback):
         num_updates: updates of the test.
         stop_factor: see `range_test`.
         stop_after: end the fit after the test.
+
+    Raises:
+        ValueError: at the start of a fit, with several optimizers, manual optimization, an fp16 scaler, several training loaders
+            or one that is an iterator without a state; a rate or number out of range.
+        RuntimeError: a loader or datamodule whose `load_state_dict` does not bring its position back.
     """
 
     def __init__(
@@ -206,36 +241,23 @@ class LRRangeTest(pl.Callback):
             raise ValueError(
                 "LRRangeTest does not work with the fp16 scaler, whose skips would hide divergence: use bf16-mixed or 32-true"
             )
-        optimizer: torch.optim.Optimizer = trainer.optimizers[0]
-        loader: Any = trainer.train_dataloader
-        strategy: Any = trainer.strategy
-        num_micro = trainer.accumulate_grad_batches
-        batches: Iterator[Any] = iter(())
-
-        def update() -> float:
-            nonlocal batches
-            total = torch.zeros((), device=strategy.root_device)
-            optimizer.zero_grad()
-            for k in range(num_micro):
-                batch = next(batches, None)
-                if batch is None:  # a loader with an end
-                    batches = iter(loader)
-                    batch = next(batches)
-                batch = strategy.batch_to_device(batch)
-                with strategy.block_backward_sync() if _blocks(trainer, k, num_micro) else nullcontext():
-                    output: Any = strategy.training_step(batch, k)
-                    loss = (output["loss"] if isinstance(output, dict) else output) / num_micro
-                    loss.backward()  # not the strategy's, which would tell the other callbacks
-                total += loss.detach()
-            optimizer.step()
-            return float(strategy.reduce(total, reduce_op="mean"))
-
         rank_zero_info(
             f"learning-rate range test: {self.num_updates} updates from {self.min_lr:g} to {self.max_lr:g}"
         )
-        self.result = range_test(
-            update, optimizer, [pl_module], self.min_lr, self.max_lr, self.num_updates, self.stop_factor
-        )
+        optimizer = trainer.optimizers[0]
+        aside = ReadAside(trainer.train_dataloader, getattr(trainer, "datamodule", None))
+        with _same_random_numbers(), aside:
+            updates = _Updates(trainer, pl_module, aside.batches)
+            with nullcontext() if updates.weigher is None else _same_attributes(updates.weigher):
+                self.result = range_test(
+                    updates,
+                    optimizer,
+                    [pl_module],
+                    self.min_lr,
+                    self.max_lr,
+                    self.num_updates,
+                    self.stop_factor,
+                )
         optimizer.zero_grad()
         self._report(trainer, self.result)
         if self.stop_after:
@@ -261,5 +283,98 @@ class LRRangeTest(pl.Callback):
         )
 
 
-def _blocks(trainer: pl.Trainer, k: int, num_micro: int) -> bool:
-    return k < num_micro - 1 and hasattr(trainer.strategy, "block_backward_sync")
+@contextmanager
+def _nothing_logged(module: pl.LightningModule) -> Iterator[None]:
+    """Drop what the module logs: these are no updates of the run, and Lightning would file it under `on_train_start`."""
+    attributes = vars(module)
+    own = attributes.get("log")
+    attributes["log"] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        attributes.pop("log", None)  # TokenWeightedLoss, which holds logs back once, takes it away
+        if own is not None:
+            attributes["log"] = own
+
+
+class _Updates:
+    """Called, makes one update as the run makes them, at the rates in the optimizer's groups; returns its loss.
+
+    Attributes:
+        weigher: the run's TokenWeightedLoss, if it has one.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, batches: Iterator[Any]) -> None:
+        self.trainer, self.module, self.batches = trainer, module, batches
+        self.strategy: Any = trainer.strategy
+        self.optimizer = trainer.optimizers[0]
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        by_name: dict[str, Any] = {type(c).__name__: c for c in callbacks}
+        self.weigher = by_name.get("TokenWeightedLoss")
+        self.monitor = by_name.get("GradNormMonitor")
+        self.shares = Shares(trainer.strategy.model or module, trainer.world_size)
+
+    def __call__(self) -> float | None:
+        self.optimizer.zero_grad()
+        num_micro = self.trainer.accumulate_grad_batches
+        total = torch.zeros((), device=self.strategy.root_device)
+        for k in range(num_micro):
+            with self.strategy.block_backward_sync() if self._blocks(k, num_micro) else nullcontext():
+                total += self._micro_batch(k, num_micro)
+        loss = self._loss(float(total))
+        if loss is None or not math.isfinite(loss):
+            return loss
+        if self.weigher is not None:
+            self.weigher.on_before_optimizer_step(self.trainer, self.module, self.optimizer)
+        self._clip()
+        self.optimizer.step()
+        return loss
+
+    def _micro_batch(self, k: int, num_micro: int) -> Tensor:
+        """Add the gradient of the next micro-batch; return its part of the loss."""
+        batch = self.trainer.precision_plugin.convert_input(next(self.batches))
+        # Private in Lightning: it alone asks the datamodule's hook and the module's as a run does.
+        # tests/lit_gpt_loop/test_lr_tools.py notices if Lightning renames it.
+        batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = self.strategy.batch_to_device(batch, dataloader_idx=0)
+        with _nothing_logged(self.module):
+            output: Any = self.strategy.training_step(batch, k)
+        loss = (output["loss"] if isinstance(output, dict) else output) / num_micro
+        # Not by the strategy, which would tell the other callbacks.
+        if self.weigher is not None:
+            self.weigher.on_before_backward(self.trainer, self.module, loss)
+        self.module.backward(loss)
+        if self.weigher is not None:
+            self.weigher.on_after_backward(self.trainer, self.module)
+        return loss.detach()
+
+    def _loss(self, mean: float) -> float | None:
+        """Return the update's loss, the same on every rank; None if no token of it counts."""
+        if self.weigher is None:
+            return sum_over_ranks(self.strategy, [mean])[0] / self.trainer.world_size
+        loss_sum, num_tokens = sum_over_ranks(self.strategy, [float(x) for x in self.weigher.window])
+        return loss_sum / num_tokens if num_tokens > 0 else None
+
+    @torch.no_grad()
+    def _clip(self) -> None:
+        """Clip as the run does, and as GradNormMonitor does drop a gradient that is not finite."""
+        if self.monitor is not None:
+            squares = float(self.shares.sum_of_squares(self.parameters))
+            norm = math.sqrt(sum_over_ranks(self.strategy, [squares])[0])
+            gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
+            clip_norm = self.monitor.clip_norm
+            if not math.isfinite(norm):
+                for p in self.parameters:
+                    p.grad = None
+            elif clip_norm is not None and norm > clip_norm and gradients:
+                torch._foreach_mul_(gradients, clip_norm / norm)
+        with _nothing_logged(self.module):
+            self.module.configure_gradient_clipping(
+                self.optimizer,
+                gradient_clip_val=self.trainer.gradient_clip_val,
+                gradient_clip_algorithm=self.trainer.gradient_clip_algorithm,
+            )
+
+    def _blocks(self, k: int, num_micro: int) -> bool:
+        return k < num_micro - 1 and hasattr(self.strategy, "block_backward_sync")

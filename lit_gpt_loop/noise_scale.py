@@ -33,7 +33,7 @@ from lightning.pytorch.strategies import (
 )
 from torch import nn
 
-from lit_gpt_loop.grad_squares import Shares, sum_of_squares
+from lit_gpt_loop.grad_squares import Shares, sum_of_squares, sum_over_ranks
 from lit_gpt_loop.lr_scaling import NoiseEstimate, noise_estimate, simple_noise_scale
 
 
@@ -154,28 +154,19 @@ class NoiseScale(pl.Callback):
         unit = self._divisor * self._weigher.nominal_tokens / self._loss_scale
         if self._is_synced:
             # The mean over ranks of what each of them left.
-            total, small_batch = self._sum(trainer, [squares, num_tokens])
+            total, small_batch = sum_over_ranks(trainer.strategy, [squares, num_tokens])
             small = total * (trainer.world_size * unit / small_batch) ** 2 if small_batch > 0 else 0.0
         else:
             # A rank whose micro-batch holds no token has no mean gradient. E |g_n|^2 = |G|^2 + tr(S) / n, averaged over ranks.
             mine = (
                 [squares * (unit / num_tokens) ** 2, 1.0 / num_tokens, 1.0] if num_tokens > 0 else [0.0] * 3
             )
-            total, inverse, num_ranks = self._sum(trainer, mine)
+            total, inverse, num_ranks = sum_over_ranks(trainer.strategy, mine)
             small, small_batch = (total / num_ranks, num_ranks / inverse) if num_ranks > 0 else (0.0, 0.0)
         big, big_batch = float(norm) ** 2, float(tokens)
         if not 0 < small_batch < big_batch or not math.isfinite(small + big):
             return None
         return noise_estimate(small, big, small_batch, big_batch)
-
-    def _sum(self, trainer: pl.Trainer, values: list[float]) -> list[float]:
-        if trainer.world_size == 1:
-            return values
-        device = trainer.strategy.root_device
-        total: Any = trainer.strategy.reduce(
-            torch.tensor(values, dtype=torch.float64, device=device), reduce_op="sum"
-        )
-        return total.tolist()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages."""

@@ -23,6 +23,8 @@ from lit_gpt_loop.lr_scaling import (
 )
 from lit_gpt_loop.module import LitGPT
 from lit_gpt_loop.strategies import DDP, FSDP, FSDP2
+from tests.distributed import range_jobs
+from tests.distributed.toys import Toy, fit
 from tests.lit_gpt_loop.small_data import data_of
 
 
@@ -262,3 +264,92 @@ def test_on_two_ranks_everything_is_put_back(ranks2, tmp_path):
         assert same_samples and same_weights, name
         assert losses == other[3], name
         assert losses == pytest.approx(first[0][3], rel=1e-4), name
+
+
+# --- its updates are those of the run ------------------------------------------------------------------------------------
+
+CLIPPED = [
+    (False, None, False),
+    (True, None, False),
+    (False, 0.2, False),
+    (True, 0.2, False),
+    (True, 0.2, True),
+]
+
+
+@pytest.mark.parametrize("case", CLIPPED)
+def test_only_the_rate_differs_from_a_run(case):
+    losses, expected = range_jobs.losses_of_test(None, *case)
+    assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def clipped_on_ranks():
+    cases = [("DDP", *case) for case in CLIPPED] + [
+        (name, *case) for name in ("FSDP", "FSDP2") for case in CLIPPED[-2:]
+    ]
+    cases = [case for case in cases if case[0] != "FSDP2" or not case[-1]] + [("FSDP2", True, 0.2, True)]
+    return [(case, *range_jobs.losses_of_test(*case)) for case in cases]
+
+
+def test_only_the_rate_differs_on_two_ranks(ranks2):
+    first, second = ranks2.run(clipped_on_ranks)
+    assert first == second
+    for case, losses, expected in first:
+        assert losses == pytest.approx(expected, rel=1e-5), case
+
+
+def test_callbacks_are_as_they_were_before(tmp_path):
+    weigher, monitor = TokenWeightedLoss(), GradNormMonitor(clip_norm=0.1)
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_start(self, trainer, module):
+            seen.append(
+                ({**vars(weigher)}, {**vars(monitor)}, repr(monitor.counts), dict(trainer.callback_metrics))
+            )
+
+    test = LRRangeTest(num_updates=5, stop_after=True)
+    fit(
+        Toy(),
+        range_jobs.micro_batches(1),
+        callbacks=[weigher, monitor, Watch(), test, Watch()],
+        accumulate=2,
+        default_root_dir=tmp_path,
+    )
+    assert len(seen) == 2 and seen[0] == seen[1]
+
+
+class Edge(Toy):
+    """The gradient of the first update is infinite, its loss is not; the third window holds no token."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        w = self.net.gain
+        value = (w - 1.0).abs().sqrt().sum() + x.float().mean()
+        self.log("train/mine", value, on_step=True)
+        self.log_dict({"train/x": x.float().mean(), "train/y": value})
+        return {"loss": value, "num_tokens": (y != -100).sum()}
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return batch[0] + 1, batch[1]
+
+
+def test_infinite_gradients_and_windows_without_a_token_are_left_out_as_in_a_run(tmp_path):
+    x, y = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long)
+    batches = [(x, y), (x, y), (x, y - 101), (x, y)]
+    test = LRRangeTest(min_lr=0.1, max_lr=1.6, num_updates=5, stop_after=True)
+    fit(Edge(), batches, callbacks=[TokenWeightedLoss(), GradNormMonitor(), test], default_root_dir=tmp_path)
+    assert test.result.losses == [1.0] * 4  # 1 of the hook before the transfer; nothing moves
+    assert test.result.rates == pytest.approx([0.1, 0.2, 0.8, 1.6]) and not test.result.stopped_early
+    without = LRRangeTest(min_lr=0.1, max_lr=1.6, num_updates=5, stop_after=True)
+    fit(Edge(), batches, callbacks=[TokenWeightedLoss(), without], default_root_dir=tmp_path)
+    assert without.result.stopped_early and without.result.losses == [1.0]
+
+
+def test_an_update_that_says_nothing_leaves_no_point():
+    losses = iter([None, 4.0, None, 2.0])
+    result = range_test(
+        lambda: next(losses), torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1), [], 1.0, 8.0, 4
+    )
+    assert result.rates == pytest.approx([2.0, 8.0]) and result.losses == [4.0, 2.0]
+    assert result.smoothed == pytest.approx([4.0, (0.9 * 0.1 * 4.0 + 0.1 * 2.0) / (1 - 0.9**2)])

@@ -1,11 +1,12 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from callbacks.grad_norm import GradNormMonitor
 from callbacks.token_weighted_loss import TokenWeightedLoss
-from lit_gpt_loop.grad_squares import sum_of_squares
+from lit_gpt_loop.grad_squares import _copies, sum_of_squares
 from lit_gpt_loop.noise_scale import NoiseScale, _exchanges_every_micro_batch
 from lit_gpt_loop.strategies import FSDP2
 from tests.distributed import noise_jobs
@@ -124,6 +125,19 @@ def test_the_norm_of_a_part_is_as_exact_as_that_of_the_whole():
     assert float(sum_of_squares(tensors)) == pytest.approx(exact, rel=1e-7)
     assert float(sum_of_squares([t.double() for t in tensors])) == pytest.approx(exact, rel=1e-12)
     assert float(sum_of_squares([])) == 0.0
+
+
+def test_how_many_of_8_ranks_hold_a_value():
+    def dtensor(*replicated):
+        placements = [SimpleNamespace(is_replicate=lambda r=r: r) for r in replicated]
+        mesh = SimpleNamespace(size=lambda i: (2, 4)[i])
+        return SimpleNamespace(placements=placements, device_mesh=mesh)
+
+    assert _copies(dtensor(True, False), 8, 1.0) == 2  # 2 groups of 4 shards
+    assert _copies(dtensor(False, False), 8, 1.0) == 1
+    assert _copies(dtensor(True, True), 8, 1.0) == 8
+    assert _copies(SimpleNamespace(), 8, 1.0) == 8
+    assert _copies(SimpleNamespace(_fsdp_flattened=True), 8, 2.0) == 2  # FSDP1 over 4 of 8 ranks
 
 
 SYNCED = {"sync_every_micro_batch": True}
