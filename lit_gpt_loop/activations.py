@@ -24,7 +24,11 @@ PRECISION_BYTES: dict[str, tuple[int, int, int]] = {
 
 
 def precision_bytes(precision: str) -> tuple[int, int, int]:
-    """Return the bytes of (a parameter, a number in a matmul, a moment) for Lightning's name of a precision."""
+    """Return the bytes of (a parameter, a number in a matmul, a moment) for Lightning's name of a precision.
+
+    Raises:
+        ValueError: the precision is none of `PRECISION_BYTES`.
+    """
     aliases = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
     key = aliases.get(str(precision), str(precision))
     if key not in PRECISION_BYTES:
@@ -91,7 +95,17 @@ class Activations:
 
     @classmethod
     def of(cls, config: GPTConfig, micro_batch: int, precision: str, device_type: str) -> "Activations":
-        """Count them for a micro-batch of full sequences."""
+        """Count them for a micro-batch of full sequences.
+
+        Args:
+            config: the shape; activation checkpointing is `memory.py`'s business.
+            micro_batch: sequences of `config.context_length` tokens.
+            precision: Lightning's name.
+            device_type: "cuda" or "cpu".
+
+        Raises:
+            ValueError: an unknown precision.
+        """
         res, low, _ = precision_bytes(precision)
         T, D, M = config.context_length, config.n_embd, config.hidden_size
         H, G, C = config.n_head, config.num_kv_heads, config.head_dim
@@ -135,7 +149,11 @@ class LossBuffers:
 
     @classmethod
     def of(cls, config: GPTConfig, micro_batch: int, precision: str, device_type: str) -> "LossBuffers":
-        """Count them for the way that `cross_entropy.py` takes with this shape and precision."""
+        """Count them for the way that `cross_entropy.py` takes with this shape and precision.
+
+        Raises:
+            ValueError: an unknown precision.
+        """
         param, low, _ = precision_bytes(precision)
         N, D, P = micro_batch * config.context_length, config.n_embd, config.padded_vocab_size
         if not has_chunked_loss(config, micro_batch):

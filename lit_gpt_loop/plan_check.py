@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-GIB = 2**30
+from lit_gpt_loop.memory import GIB
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from lit_gpt_loop.config import GPTConfig
 from lit_gpt_loop.devices import Device
 from lit_gpt_loop.memory import Strategy
-from lit_gpt_loop.run_plan import Retention, RunSpec
+from lit_gpt_loop.run_spec import Retention, RunSpec
 from lit_gpt_loop.schedules import ScheduleConfig
 from lit_gpt_loop.signatures import constant, constructor_arguments, constructor_defaults, trainer_arguments
 

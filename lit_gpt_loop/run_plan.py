@@ -1,17 +1,16 @@
 """A whole run on paper: from what the configuration says to what it will take (layer P, standard library only).
 
-`RunSpec` is the question, `plan_run` answers with a `RunPlan` of plain numbers, which `recipes.plan` prints, writes to
+`RunSpec` (`run_spec.py`) is the question, `plan_run` answers with a `RunPlan` of plain numbers, which `recipes.plan` prints, writes to
 plan.json and, with `--against RUN`, holds against what was measured (`plan_check.py`). The arithmetic is in `budget.py`,
 `flops.py`, `memory.py` and `schedules.py`.
 """
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from lit_gpt_loop import budget
 from lit_gpt_loop.activations import Sizes, precision_bytes
 from lit_gpt_loop.config import PRESETS, GPTConfig
-from lit_gpt_loop.devices import Device
 from lit_gpt_loop.flops import (
     attention_flops_per_token,
     count_parameters,
@@ -29,92 +28,9 @@ from lit_gpt_loop.memory import (
     plan_memory,
     plan_moments,
 )
+from lit_gpt_loop.run_spec import Retention, RunSpec
 from lit_gpt_loop.sample_order import accumulation
-from lit_gpt_loop.schedules import Schedule, ScheduleConfig, ScheduleSummary, summarize
-
-
-@dataclass(frozen=True)
-class Retention:
-    """The arguments of CheckpointRetention that decide how much is kept."""
-
-    every_n_steps: int | None = None
-    keep_best: int = 1
-    keep_latest: int = 2
-    archive_every_n_steps: int | list[int] | None = None
-    async_save: bool = False
-    keeps_verified: bool = (
-        False  # RestartEquivalence is there: the last checkpoint that it verified is kept as well
-    )
-
-    def num_kept(self, total_steps: int) -> int:
-        """Return the most checkpoints at the end of a run; one may serve for several."""
-        return self.keep_best + self.keep_latest + self.num_archives(total_steps) + int(self.keeps_verified)
-
-    def num_archives(self, total_steps: int) -> int:
-        """Return the archives at the end of a run."""
-        every = self.archive_every_n_steps
-        if isinstance(every, list):
-            return sum(0 < step <= total_steps for step in every)
-        return total_steps // every if every else 0
-
-
-@dataclass(frozen=True)
-class RunSpec:
-    """What is asked.
-
-    Attributes:
-        name: of the run.
-        config: the model's shape.
-        micro_batch: sequences per device at a time.
-        global_batch: sequences per update over all devices; None is `accumulation` micro-batches on each device.
-        accumulation: micro-batches per update and device where `global_batch` is None.
-        max_steps: updates; None needs `max_tokens`.
-        max_tokens: a budget instead of `max_steps`.
-        schedule: of the learning rate.
-        strategy: how the state is spread over `num_devices`.
-        num_devices: all devices.
-        devices_per_node: what hybrid sharding shards over and what fails as a whole.
-        precision: Lightning's name.
-        syncs_every_micro_batch: of the strategy.
-        gathers_low: the strategy gathers parameters in low precision.
-        keeps_gathered: FSDP1 keeps parameters whole from forward to backward.
-        device_type: whose kernels run, "cuda" or "cpu".
-        device: None leaves out time, money and what fits.
-        mfu: the share of peak that is assumed.
-        price_per_gpu_hour: in any currency.
-        corpus_tokens: tokens of the training split; None leaves out epochs.
-        retention: which checkpoints are kept.
-        write_bytes_per_s: of one rank, hashing included.
-        copy_bytes_per_s: device to host memory, which is all that blocks in an asynchronous save.
-        node_mtbf_s: mean time between failures of one node.
-        restart_s: from a failure to the first new update.
-    """
-
-    name: str
-    config: GPTConfig
-    micro_batch: int
-    global_batch: int | None = None
-    accumulation: int = 1
-    max_steps: int | None = None
-    max_tokens: int | None = None
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    strategy: Strategy = "single"
-    num_devices: int = 1
-    devices_per_node: int = 8
-    precision: str = "bf16-mixed"
-    syncs_every_micro_batch: bool = False
-    gathers_low: bool = False
-    keeps_gathered: bool = False
-    device_type: Literal["cuda", "cpu"] = "cuda"
-    device: Device | None = None
-    mfu: float = 0.4
-    price_per_gpu_hour: float | None = None
-    corpus_tokens: int | None = None
-    retention: Retention | None = None
-    write_bytes_per_s: float = 1e9
-    copy_bytes_per_s: float = 10e9
-    node_mtbf_s: float = budget.SECONDS_PER_YEAR
-    restart_s: float = 300.0
+from lit_gpt_loop.schedules import Schedule, ScheduleSummary, summarize
 
 
 @dataclass(frozen=True)
@@ -157,7 +73,19 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """Sizes in bytes, times in seconds; None where something it needs is not known."""
+    """What saving takes and what failures cost; None where something it needs is not known.
+
+    Attributes:
+        bytes: of one checkpoint.
+        num_kept: the most checkpoints on disk at the end of the run, by the retention policy.
+        disk_bytes: of those and of one that is being written.
+        blocked_s: seconds that a save keeps training waiting.
+        mtbf_s: mean seconds between failures of the job.
+        failures_per_day: expected failures of the job in a day.
+        save_interval_s: seconds between saves that lose least time (Young and Daly).
+        save_interval_steps: the same in updates.
+        lost_share: share of wall time that saves, repeated work and restarts then take, 0 to 1.
+    """
 
     bytes: float
     num_kept: int | None
@@ -172,7 +100,42 @@ class CheckpointPlan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The answer; None where something it needs is not known."""
+    """The answer; None where something it needs is not known.
+
+    Attributes:
+        name: of the run.
+        precision: Lightning's name.
+        device_type: whose kernels run, "cuda" or "cpu".
+        strategy: how the state is spread.
+        num_devices: all devices.
+        parameters: part -> number of parameters; padding rows of the vocabulary count nowhere.
+        num_params: all parameters.
+        num_matmul_params: N of 6N, weights that multiply activations.
+        micro_batch: sequences per device at a time.
+        accumulation: micro-batches per update and device.
+        activation_checkpointing: every so many blocks are recomputed in backward; 0 is none.
+        global_batch: sequences per update over all devices.
+        tokens_per_update: tokens, padding included.
+        total_steps: updates.
+        total_tokens: tokens of all updates.
+        tokens_per_param: tokens / all parameters.
+        chinchilla_tokens: tokens at 20 per parameter.
+        epochs: passes over the training split.
+        flops_per_token: 6N, FLOPs of forward and backward.
+        attention_flops_per_token: FLOPs of the attention term, beyond 6N.
+        recomputed_flops_per_token: FLOPs of recomputation, beyond 6N.
+        total_flops: 6N FLOPs of all tokens.
+        step_s: seconds per update.
+        tokens_per_s: tokens per second over all devices.
+        seconds: wall seconds of all updates.
+        gpu_hours: device-hours of all updates.
+        price: in the currency of the price per hour.
+        peak_memory_bytes: bytes of tensors on one device at the peak.
+        memory: layouts to compare.
+        checkpoint: what saving takes.
+        schedule: of the learning rate.
+        schedule_summary: what it amounts to.
+    """
 
     name: str
     precision: str
@@ -263,7 +226,9 @@ def plan_run(spec: RunSpec) -> RunPlan:
         total_tokens=tokens,
         tokens_per_param=tokens / counts.total if tokens is not None else None,
         chinchilla_tokens=budget.chinchilla_tokens(counts.total),
-        epochs=budget.epochs(tokens, spec.corpus_tokens) if tokens and spec.corpus_tokens is not None else None,
+        epochs=budget.epochs(tokens, spec.corpus_tokens)
+        if tokens and spec.corpus_tokens is not None
+        else None,
         flops_per_token=flops_per_token(config),
         attention_flops_per_token=attention_flops_per_token(config),
         recomputed_flops_per_token=recomputed_flops_per_token(config),

@@ -187,7 +187,17 @@ def _steps(name: str, value: int | float, total_steps: int | None) -> int:
 
 @dataclass(frozen=True)
 class ScheduleSummary:
-    """What a schedule amounts to over a run; shares are of all updates."""
+    """What a schedule amounts to over a run.
+
+    Attributes:
+        total_steps: updates.
+        warmup_share: share of the updates in warmup, 0 to 1.
+        stable_share: the same for the stable phase.
+        decay_share: the same for the decay.
+        updates_at_peak: updates whose rate is the peak.
+        mean_ratio: mean rate / peak over all updates.
+        final_ratio: rate / peak of the last update.
+    """
 
     total_steps: int
     warmup_share: float

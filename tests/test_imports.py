@@ -25,6 +25,8 @@ PURE = {
     "resume",
     "run_lock",
     "run_plan",
+    "run_spec",
+    "signatures",
 }
 LIGHTNING = {
     "data",

@@ -7,7 +7,8 @@ from lit_gpt_loop.config import PRESETS, GPTConfig
 from lit_gpt_loop.devices import DEVICES, find_device
 from lit_gpt_loop.flops import count_parameters
 from lit_gpt_loop.plan_config import peak_flops_table
-from lit_gpt_loop.run_plan import Retention, RunSpec, plan_run, propose_preset
+from lit_gpt_loop.run_plan import plan_run, propose_preset
+from lit_gpt_loop.run_spec import Retention, RunSpec
 from lit_gpt_loop.schedules import ScheduleConfig, summarize
 
 YEAR = 365 * 86_400.0
@@ -56,10 +57,14 @@ def test_w09_failures_and_the_interval_that_follows():
     assert budget.failures_per_day(YEAR, 10_000) == pytest.approx(27.4, abs=0.05)
     mtbf = budget.system_mtbf_s(YEAR, 10_000)
     assert mtbf == pytest.approx(3153.6)
-    # Young: sqrt(2 C M); Daly's further terms come to 1.4% here and the save itself is not part of the interval.
-    young = math.sqrt(2 * 10 * mtbf)
-    x = math.sqrt(10 / (2 * mtbf))
-    assert budget.save_interval_s(10, mtbf) == pytest.approx(young * (1 + x / 3 + x * x / 9) - 10)
+    # Young: sqrt(2 x 10 x 3153.6) = 251.1 s from save to save. Daly's exact cost of an interval t with saves of C, for each
+    # second of work, is proportional to (exp((t + C) / M) - 1) / t; it is searched here, the formula approximates its minimum.
+    assert budget.save_interval_s(10, mtbf) == pytest.approx(244.52, abs=0.01)
+    for save_s in (10, 120):
+        costs = {t: math.expm1((t + save_s) / mtbf) / t for t in (n / 100 for n in range(10_000, 100_000))}
+        assert budget.save_interval_s(save_s, mtbf) == pytest.approx(
+            min(costs, key=costs.__getitem__), rel=1e-3
+        )
 
 
 def test_the_interval_loses_least():
@@ -84,9 +89,14 @@ def test_time_and_money():
     # 6e18 FLOPs at half of 1e15 FLOP/s on 2 devices: 6000 s.
     assert budget.training_seconds(6e18, 1e15, 0.5, 2) == pytest.approx(6000.0)
     assert budget.flops_of_gpu_hours(2 * 6000 / 3600, 1e15, 0.5) == pytest.approx(6e18)
+    assert budget.price(40.0, 2.5) == 100.0 and budget.price(40.0, 0.0) == 0.0
     for mfu in (0.0, 1.1, 40):
         with pytest.raises(ValueError, match=r"must lie in \(0, 1\]"):
             budget.training_seconds(1.0, 1.0, mfu, 1)
+        with pytest.raises(ValueError, match=r"must lie in \(0, 1\]"):
+            budget.flops_of_gpu_hours(1.0, 1.0, mfu)
+    with pytest.raises(ValueError, match="must be at least 0"):
+        budget.price(1.0, -2.0)
 
 
 def test_compute_optimal():
@@ -175,6 +185,10 @@ def test_archives_by_interval_and_by_list():
     assert Retention(archive_every_n_steps=4).num_archives(18) == 4
     assert Retention(archive_every_n_steps=[20, 60]).num_archives(50) == 1
     assert Retention().num_archives(1000) == 0
+    assert (
+        Retention(keep_best=1, keep_latest=2, archive_every_n_steps=4, keeps_verified=True).num_kept(18)
+        == 1 + 2 + 4 + 1
+    )
 
 
 def test_errors_name_the_remedy():

@@ -9,7 +9,6 @@ import torch
 import yaml
 
 from lit_gpt_loop.journal import read_journal
-from lit_gpt_loop.memory import plan_memory
 from lit_gpt_loop.model import GPT
 from lit_gpt_loop.module import LitGPT
 from lit_gpt_loop.plan_check import compare_plan
@@ -18,6 +17,7 @@ from lit_gpt_loop.plan_config import (
 )
 from recipes import plan as recipe
 from recipes.pretrain import main as pretrain
+from tests.lit_gpt_loop.test_memory import measured_peak
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -149,7 +149,20 @@ def test_two_files_are_merged(config_file, tmp_path, capsys):
         (["--trainer.strategy", "deepspeed"], "no memory model for strategy 'deepspeed'"),
         (["--data.global_batch_tokens", "1000"], "no multiple of data.context_length=1024: use 1024"),
         (["--trainer.precision", "bf16-mixed", "--gpu", "t4"], "has no bf16 units"),
-        (["--max_tokens", "1000000"], "one budget"),
+        (["--max_tokens", "1000000"], "one budget; set the other to null .*--trainer.max_steps -1"),
+        (
+            ["--max_tokens", "1000", "--trainer.max_steps", "-1"],
+            "max_tokens=1000 is less than one update's 262144 tokens",
+        ),
+        (["--gpu", "h100", "--price_per_gpu_hour", "-2"], "price_per_gpu_hour=-2.0 must be at least 0"),
+        (["--device_memory_gib", "0"], "the memory of device is 0: it must be above 0"),
+        (["--peak_tflops", "-5"], "the peak of device is -5e"),
+        (["--corpus_tokens", "0"], "corpus_tokens=0 must be above 0"),
+        (
+            ["--data.micro_batch_sise", "3"],
+            "data has no field micro_batch_sise; did you mean micro_batch_size",
+        ),
+        (["--trainer.max_step", "3"], "trainer has no field max_step; did you mean max_steps"),
         (["--model.schedule.warmup", "3"], "model.schedule has no field warmup"),
     ],
 )
@@ -174,6 +187,21 @@ def test_budgets_propose_a_preset(capsys):
         recipe.main(["--budget_gpu_hours", "5"])
     with pytest.raises(ValueError, match="give one of them"):
         recipe.main(["--budget_gpu_hours", "5", "--budget_flops", "1e18"])
+    # A share of peak is no percentage: 40 would propose a hundred times the tokens.
+    with pytest.raises(ValueError, match=r"mfu=40.0 must lie in \(0, 1\]"):
+        recipe.main(["--budget_gpu_hours", "500", "--gpu", "h100", "--mfu", "40"])
+    with pytest.raises(ValueError, match=r"gpu_hours=-5.0 .* must be above 0"):
+        recipe.main(["--budget_gpu_hours", "-5", "--gpu", "h100"])
+    with pytest.raises(ValueError, match=r"a budget of 0.0 FLOPs must be above 0"):
+        recipe.main(["--budget_flops", "0"])
+
+
+def test_a_budget_that_no_preset_suits_is_said(capsys):
+    _, text = run(capsys, "--budget_flops", 1e26)
+    words = " ".join(text.split())
+    # sqrt(1e26 / 120) parameters; the nearest preset has 8 G and would see 2.8e5 tokens for each of them.
+    assert "no preset suits this budget: it trains 912.9 G parameters best" in words
+    assert "2.77e+05 tokens per parameter" in words and "proposed:" not in words
 
 
 def test_a_model_that_does_not_fit_says_what_to_do(config_file, capsys):
@@ -249,10 +277,10 @@ def test_every_config_of_the_project_plans(capsys):
             assert plan.total_steps
 
 
-def test_the_plan_of_a_run_is_what_its_first_updates_take(tmp_path):
-    """Parameters, tokens and FLOPs of the plan are those that LitGPT counts; memory is held against runs in test_memory.py."""
+def test_the_plan_of_a_run_is_what_its_first_updates_take():
+    """Parameters and FLOPs counted by hand from the shape, memory by the allocator of real updates."""
     config = {
-        "trainer": {"max_steps": 20, "precision": "32-true"},
+        "trainer": {"max_steps": 20, "precision": "32-true", "accelerator": "cpu"},
         "model": {"config": "tiny-llama"},
         "data": {"tokenizer": "bytes", "context_length": 32, "micro_batch_size": 3, "global_batch_size": 6},
     }
@@ -260,11 +288,16 @@ def test_the_plan_of_a_run_is_what_its_first_updates_take(tmp_path):
     module = LitGPT(config="tiny-llama", vocab_size=257, context_length=32)
     assert spec.config == module.config
     plan = recipe.plan_run(spec)
-    assert plan.flops_per_token == module.flops_per_token
+    # Width 32, 4 heads of 8, 2 key-value heads, gate, up and down of 128, 2 blocks: qkv + output + MLP.
+    block = 32 * (4 + 2 + 2) * 8 + 32 * 32 + 3 * 32 * 128
+    assert block == 15_360
+    # Two norms per block and one at the end, embedding and head of 257 words.
+    assert plan.num_params == 2 * (block + 2 * 32) + 32 + 2 * 257 * 32 == 47_328
     assert plan.num_params == sum(p.numel() for p in module.parameters())
-    assert plan.num_matmul_params == module.num_matmul_params
-    assert plan.tokens_per_update == 6 * 32
-    assert plan.peak_memory_bytes == plan_memory(spec.config, 3, None, "32-true", 2, spec.device_type).peak
+    assert plan.num_matmul_params == module.num_matmul_params == 2 * block + 257 * 32 == 38_944
+    assert plan.flops_per_token == module.flops_per_token == 6 * 38_944
+    assert plan.tokens_per_update == 6 * 32 and plan.total_flops == 6 * 38_944 * 20 * 192
+    assert plan.peak_memory_bytes == pytest.approx(measured_peak(spec.config, 3, "32-true", 2), rel=0.1)
 
 
 @pytest.mark.slow

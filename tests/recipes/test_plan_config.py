@@ -19,7 +19,8 @@ from lit_gpt_loop.plan_config import (
     peak_flops_table,
     read_run_spec,
 )
-from lit_gpt_loop.run_plan import Retention, plan_run
+from lit_gpt_loop.run_plan import plan_run
+from lit_gpt_loop.run_spec import Retention
 from lit_gpt_loop.signatures import constant, constructor_arguments, constructor_defaults, trainer_arguments
 from recipes.pretrain import default_callbacks
 
