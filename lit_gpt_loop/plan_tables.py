@@ -117,8 +117,8 @@ def _memory_table(plan: RunPlan, device: Device | None) -> Table:
         caption="* as configured. Each part's own maximum; the peak is what is live at once, less than their sum. params: under mixed "
         "precision the fp32 master weights; low-prec.: autocast's copies. recomp.: with "
         f"{'every block' if every == 1 else f'one of {every} blocks'} recomputed in backward. fits: largest micro-batch that divides "
-        f"an update, with {RESERVED_SHARE:.0%} of the device left to the framework; all: a device's whole share of an update, memory "
-        "would take more; -: an update does not divide over so many devices.",
+        f"an update, with {RESERVED_SHARE:.0%} of the device left to the framework; all: a device's whole share of an update "
+        "fits; -: an update does not divide over so many devices.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
