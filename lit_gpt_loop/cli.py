@@ -240,9 +240,12 @@ class PretrainCLI(LightningCLI):
         print("next:")
         print(f"  {_python()} -m recipes.sample --run {self.run_dir} --prompt 'Once upon a time'")
         print(f"  {_python()} -m recipes.evaluate --run {self.run_dir} --checkpoint best")
+        newest = config_files(self.run_dir)[0] or self.config[self.subcommand].config[-1]
+        print(
+            f"  {_python()} -m recipes.plan --config {newest} --against {self.run_dir}   (predicted and measured)"
+        )
         schedule = self.model.schedule
         if schedule is not None and schedule.decay_start is None:  # past a decay there is nothing to extend
-            newest = config_files(self.run_dir)[0] or self.config[self.subcommand].config[-1]
             print(
                 f"  {_python()} -m recipes.pretrain fit --config {newest} --trainer.max_steps N   (more updates)"
             )

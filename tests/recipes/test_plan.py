@@ -372,6 +372,11 @@ def test_predictions_hold_in_a_real_run(tmp_path, capsys, monkeypatch):
     }  # fmt: skip
     (tmp_path / "real.yaml").write_text(yaml.safe_dump(config))
     pretrain(["fit", "--config", "real.yaml"])
+    printed = capsys.readouterr().out
+    command = next(line for line in printed.splitlines() if "recipes.plan" in line)
+    assert "-m recipes.plan --config runs/real/config.yaml --against runs/real " in command
+    _, text = run(capsys, *command.split()[3:7], "--out", "none")
+    assert "predicted against measured" in text
     plan, _ = run(capsys, "--config", "runs/real/config.yaml", "--out", "none")
     compared = {c.name: c for c in compare_plan(plan.to_dict(), read_journal("runs/real"))}
     for name in ("tokens per update", "updates", "tokens"):
