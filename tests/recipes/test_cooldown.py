@@ -239,29 +239,31 @@ def test_the_same_command_again_continues_the_branch(place):
 
 
 @pytest.mark.slow
-def test_the_lineage_reaches_wandb(place, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    stop_at("trunk", 20, 5)
-    from lit_gpt_loop.journal import RunWandbLogger
+@pytest.mark.parametrize(
+    ("logger", "users_group"),
+    [("lit_gpt_loop.journal.RunWandbLogger", None), ("lightning.pytorch.loggers.WandbLogger", "mine")],
+)
+def test_the_lineage_reaches_wandb(place, monkeypatch, logger, users_group):
+    import wandb
+    from lightning.pytorch.loggers import WandbLogger
 
-    logger = json.dumps(
-        [{"class_path": "lit_gpt_loop.journal.RunWandbLogger", "init_args": {"save_dir": "runs/branch"}}]
-    )
-    cli = cut("--from", "latest", "--decay_steps", 2, "--name", "branch", "--trainer.logger", logger)
-    (wandb_logger,) = [item for item in cli.trainer.loggers if isinstance(item, RunWandbLogger)]
+    wandb.teardown()  # it reads the environment once per process
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    if users_group:
+        monkeypatch.setenv("WANDB_RUN_GROUP", users_group)
+    stop_at("trunk", 20, 5)
+    loggers = json.dumps([{"class_path": logger, "init_args": {"save_dir": "runs/branch", "offline": True}}])
+    cli = cut("--from", "latest", "--decay_steps", 2, "--name", "branch", "--trainer.logger", loggers)
+    (wandb_logger,) = [item for item in cli.trainer.loggers if isinstance(item, WandbLogger)]
     run = wandb_logger.experiment
-    assert run.group == "trunk", "no group of the user's own"
+    assert run.group == (users_group or "trunk")
     lineage = dict(run.config["lineage"])
-    assert (lineage["parent_step"], lineage["request"]["parent_run"], lineage["request"]["shape"]) == (
-        5,
-        "trunk",
-        "1-sqrt",
-    )
-    assert (
-        lineage["parent_manifest_sha256"]
-        == read_manifest(Path("runs/trunk/checkpoints/step-00000005"))["sha256"]
-    )
-    assert "WANDB_RUN_GROUP" not in os.environ
+    asked = lineage["request"]
+    assert (lineage["parent_step"], asked["parent_run"], asked["shape"]) == (5, "trunk", "1-sqrt")
+    parent = read_manifest(Path("runs/trunk/checkpoints/step-00000005"))
+    assert lineage["parent_manifest_sha256"] == parent["sha256"]
+    assert os.environ.get("WANDB_RUN_GROUP") == users_group
     run.finish()
 
 
@@ -286,6 +288,63 @@ def test_extension_and_branch_on_two_ranks_of_fsdp2(ranks2, place):
     assert same(state("trunk", 30)[0], state("long2", 30)[0])
     assert same(state("trunk-cooldown-10-linear", 14)[0], state("planned2", 14)[0])
     assert losses("trunk") == losses("long2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_a_branch_starts_under_a_launcher(shared, launcher):
+    """Two processes of one launcher, as it starts them; SLURM's variables are set by hand."""
+    name = f"by-{launcher}"
+    ours = [
+        "--run",
+        "runs/trunk",
+        "--from",
+        "latest",
+        "--decay_steps",
+        "3",
+        "--shape",
+        "linear",
+        "--name",
+        name,
+    ]
+    ours += ["--trainer.devices", "2", "--trainer.strategy", "ddp", "--data.micro_batch_size", "1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    job = {
+        "JOB_ID": "77",
+        "STEP_ID": "0",
+        "NTASKS": "2",
+        "NTASKS_PER_NODE": "2",
+        "JOB_NAME": "cooldown",
+        "NODEID": "0",
+        "NNODES": "1",
+    }
+    slurm = {f"SLURM_{k}": v for k, v in job.items()} | {
+        "SLURM_NODELIST": "localhost",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    commands, environments = [[sys.executable, "-m", "recipes.cooldown", *ours]] * 2, []
+    for rank in "01":
+        environments.append(environment | slurm | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank})
+    if launcher == "torchrun":
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            "2",
+            "--master_port",
+            "29617",
+            "-m",
+            "--",
+        ]
+        commands, environments = [[*torchrun, "recipes.cooldown", *ours]], [environment]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen(c, env=e, **pipes) for c, e in zip(commands, environments, strict=True)]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), outputs
+    assert rates(name) == pytest.approx({11: 2 / 3, 12: 1 / 3, 13: 0.0}, abs=1e-12)
+    manifest = read_manifest(Path(f"runs/{name}/checkpoints/step-00000013"))
+    assert (manifest["lineage"]["parent_step"], manifest["layout"]["world_size"]) == (10, 2)
 
 
 def command(place, *args):
