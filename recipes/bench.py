@@ -19,6 +19,8 @@ from jsonargparse import auto_cli
 from rich.console import Console
 from rich.table import Table
 
+from recipes.help import Help
+
 Precision = Literal["fp32", "bf16"]
 # 10.65 M parameters (nanoGPT's character model), and a tenth of it.
 SHAPES: dict[str, dict[str, int]] = {
@@ -367,7 +369,13 @@ def proofs(num_bytes: int = 1 << 30, updates: int = 40, threads: int = 2) -> Non
 def main() -> None:
     """Run the chosen benchmark."""
     commands: Any = {f.__name__: f for f in (train, callbacks, memory, startup, checkpoints, proofs)}
-    auto_cli(commands, as_positional=False, prog="python -m recipes.bench", description=__doc__)
+    auto_cli(
+        commands,
+        as_positional=False,
+        prog="python -m recipes.bench",
+        description=__doc__,
+        formatter_class=Help,
+    )
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from callbacks.checkpoint_retention import (
     remove,
     write_json,
 )
+from recipes.help import Help
 
 
 def checkpoint_dir(run: str, runs_dir: str) -> Path:
@@ -153,7 +154,7 @@ def prune(
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = ArgumentParser(prog="python -m recipes.checkpoints", description=__doc__)
+    parser = ArgumentParser(prog="python -m recipes.checkpoints", description=__doc__, formatter_class=Help)
     commands = parser.add_subcommands(required=True)
     for name, text in (
         ("ls", "show a table"),

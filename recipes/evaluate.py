@@ -10,6 +10,7 @@ from pathlib import Path
 from jsonargparse import auto_cli
 
 from lit_gpt_loop.trained import read_run, score
+from recipes.help import Help
 from recipes.pretrain import find_checkpoint, find_run, main, newest_config, run_command
 
 
@@ -73,6 +74,10 @@ def _on_files(run: Path, checkpoint: str, files: list[Path], device: str) -> dic
 if __name__ == "__main__":
     run_command(
         lambda: auto_cli(
-            evaluate, as_positional=False, prog="python -m recipes.evaluate", description=__doc__
+            evaluate,
+            as_positional=False,
+            prog="python -m recipes.evaluate",
+            description=__doc__,
+            formatter_class=Help,
         )
     )

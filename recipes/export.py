@@ -27,6 +27,7 @@ from lit_gpt_loop.config import GPTConfig
 from lit_gpt_loop.hf import to_hf_config, to_hf_state_dict
 from lit_gpt_loop.tokenizer import LibraryTokenizer
 from lit_gpt_loop.trained import TOKENIZER_FILE, read_run
+from recipes.help import Help
 from recipes.pretrain import find_checkpoint, find_run, run_command
 
 
@@ -162,5 +163,11 @@ def export(
 
 if __name__ == "__main__":
     run_command(
-        lambda: auto_cli(export, as_positional=False, prog="python -m recipes.export", description=__doc__)
+        lambda: auto_cli(
+            export,
+            as_positional=False,
+            prog="python -m recipes.export",
+            description=__doc__,
+            formatter_class=Help,
+        )
     )

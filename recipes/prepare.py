@@ -8,15 +8,15 @@ import difflib
 import inspect
 import sys
 import traceback
-from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse import ArgumentParser
 
 from lit_gpt_loop.data import TextDataModule
 from lit_gpt_loop.token_store import complete_parts, find_parts
+from recipes.help import Help
 
 _DESCRIPTION = """Tokenize a corpus into a token store, once.
 
@@ -67,10 +67,6 @@ def data_section(path: str, required: bool = True) -> dict[str, Any] | None:
     return None
 
 
-class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-    """jsonargparse's help with the examples' lines as they are."""
-
-
 def build_parser(defaults: dict[str, Any]) -> ArgumentParser:
     """Return the parser whose defaults are those of TextDataModule, overridden by `defaults`.
 
@@ -84,7 +80,7 @@ def build_parser(defaults: dict[str, Any]) -> ArgumentParser:
             raise ValueError(
                 f"--config: data.{name} is no argument" + (f"; did you mean {close[0]}?" if close else "")
             )
-    parser = ArgumentParser(prog="python -m recipes.prepare", description=_DESCRIPTION, formatter_class=_Help)
+    parser = ArgumentParser(prog="python -m recipes.prepare", description=_DESCRIPTION, formatter_class=Help)
     parser.add_argument(
         "--config", type=str | None, default=None, help="YAML file of a run; its `data:` section is read"
     )

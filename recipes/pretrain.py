@@ -13,17 +13,16 @@ import re
 import sys
 import traceback
 import warnings
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from jsonargparse import DefaultHelpFormatter
 
 import lit_gpt_loop  # noqa: F401  refuses compromised releases of Lightning before it is imported
 from callbacks import CheckpointRetention, GradNormMonitor, MFUMonitor, RestartEquivalence, TokenWeightedLoss
 from lit_gpt_loop.cli import PretrainCLI
+from recipes.help import Help
 
 
 def resolve(spec: str, folder: Path, copy_to: str | None = None) -> Path | None:
@@ -109,10 +108,6 @@ def quiet() -> None:
     warnings.filterwarnings(
         "ignore", message=r".*args parameter is intended to run from within Python.*"
     )  # other recipes do
-
-
-class Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-    """Keeps the lines of a description as they were written."""
 
 
 def default_callbacks() -> list[pl.Callback]:

@@ -8,6 +8,7 @@ from jsonargparse import auto_cli
 
 from lit_gpt_loop.generate import generate_stream
 from lit_gpt_loop.trained import read_run
+from recipes.help import Help
 from recipes.pretrain import find_checkpoint, find_run, run_command
 
 
@@ -68,5 +69,11 @@ def sample(
 
 if __name__ == "__main__":
     run_command(
-        lambda: auto_cli(sample, as_positional=False, prog="python -m recipes.sample", description=__doc__)
+        lambda: auto_cli(
+            sample,
+            as_positional=False,
+            prog="python -m recipes.sample",
+            description=__doc__,
+            formatter_class=Help,
+        )
     )

@@ -24,6 +24,7 @@ from callbacks.restart_equivalence import gradient_leaves, local_part
 from callbacks.token_weighted_loss import TokenWeightedLoss
 from lit_gpt_loop.cli import PretrainCLI
 from lit_gpt_loop.gradient_splits import Split, find_splits, largest_difference, mask_targets
+from recipes.help import Help
 from recipes.pretrain import resolve, run_command
 
 
@@ -220,7 +221,9 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--one-update"]:  # our own fresh process, or a rank that it started
         _one_update_from_command_line(sys.argv[2:])
     else:
-        parser = ArgumentParser(prog="python -m recipes.verify_gradients", description=__doc__)
+        parser = ArgumentParser(
+            prog="python -m recipes.verify_gradients", description=__doc__, formatter_class=Help
+        )
         parser.add_function_arguments(verify, as_positional=False)
         arguments = parser.parse_args().as_dict()
         run_command(lambda: sys.exit(verify(**arguments)))

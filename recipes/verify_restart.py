@@ -30,6 +30,7 @@ from callbacks import restart_equivalence as equivalence
 from callbacks.checkpoint_retention import CheckpointRetention, write_json
 from callbacks.restart_equivalence import COMPONENTS, RestartEquivalence
 from lit_gpt_loop.cli import PretrainCLI
+from recipes.help import Help
 from recipes.pretrain import find_checkpoint, newest_config, resolve, run_command
 
 HOLDS, FAILED, UNKNOWN = 0, 1, 2
@@ -279,4 +280,14 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--replay"]:  # our own fresh process, or a rank that it started
         replay(Path(sys.argv[2]))
     else:
-        run_command(lambda: sys.exit(auto_cli(verify, as_positional=False)))
+        run_command(
+            lambda: sys.exit(
+                auto_cli(
+                    verify,
+                    as_positional=False,
+                    prog="python -m recipes.verify_restart",
+                    description=__doc__,
+                    formatter_class=Help,
+                )
+            )
+        )

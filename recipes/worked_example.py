@@ -42,6 +42,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from recipes.help import Help
 from recipes.pretrain import run_command
 
 # Quantiles of Student's t for a two-sided 95% interval, by degrees of freedom: any two-sided table.
@@ -281,10 +282,10 @@ def run_jobs(plan: list[Job], at_once: int, console: Console) -> None:
                 time.sleep(0.5)
             progress.update(bar, completed=total, description="updates")
         finally:
-            running = [job.process for job in plan if job.process is not None]
-            for process in running:
+            processes = [job.process for job in plan if job.process is not None]
+            for process in processes:
                 process.terminate()  # CheckpointRetention saves on SIGTERM
-            for process in running:
+            for process in processes:
                 process.wait()
             signal.signal(signal.SIGTERM, before)
 
@@ -417,7 +418,9 @@ def plot(plan: list[Job], result: dict[str, Any], path: Path) -> None:
 
 def main(args: list[str] | None = None) -> dict[str, Any]:
     """Run the command line (the process's own arguments by default)."""
-    parser = ArgumentParser(prog="python -m recipes.worked_example", description=__doc__)
+    parser = ArgumentParser(
+        prog="python -m recipes.worked_example", description=__doc__, formatter_class=Help
+    )
     parser.add_function_arguments(worked_example, as_group=False)
     return worked_example(**vars(parser.parse_args(args)))
 
