@@ -240,7 +240,7 @@ class PretrainCLI(LightningCLI):
         print("next:")
         print(f"  {_python()} -m recipes.sample --run {self.run_dir} --prompt 'Once upon a time'")
         print(f"  {_python()} -m recipes.evaluate --run {self.run_dir} --checkpoint best")
-        newest = config_files(self.run_dir)[0] or self.config[self.subcommand].config[-1]
+        newest = config_files(self.run_dir)[0]
         print(
             f"  {_python()} -m recipes.plan --config {newest} --against {self.run_dir}   (predicted and measured)"
         )

@@ -13,7 +13,8 @@ examples:
   python -m recipes.cooldown --run runs/trunk --from archive:4000 --decay_steps 1000 --shape linear --final_ratio 0.1
 
 Arguments that begin with --trainer. or --data. override the trunk's configuration, as for recipes.pretrain; the branch's length
-is --decay_steps alone. It starts under torchrun and srun, too.
+is --decay_steps alone. It starts under srun and `torchrun ... -m -- recipes.cooldown ...` too (the -- keeps torchrun from reading
+--run).
 """
 
 import json
