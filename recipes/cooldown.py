@@ -33,7 +33,7 @@ from callbacks.restart_equivalence import RestartEquivalence
 from lit_gpt_loop.branch import Branch, Request
 from lit_gpt_loop.cli import PretrainCLI
 from recipes.cooldown_start import CONFIG_FILE, DECIDED, forget_start, settle, start_of
-from recipes.pretrain import find_run, quiet, resolve, run_command
+from recipes.pretrain import default_callbacks, find_run, quiet, resolve, run_command
 
 # What would give the branch another length than its decay.
 _LENGTHS = tuple(
@@ -47,6 +47,11 @@ def main(args: list[str] | None = None) -> PretrainCLI:
     own, overrides = split_arguments(sys.argv[1:] if args is None else args)
     options = _parser().parse_args(own)
     run_dir = find_run(options.run)
+    if run_dir.name in (
+        "",
+        "..",
+    ):  # a branch stands beside its trunk, and this path does not say where that is
+        run_dir = run_dir.resolve()
     request = Request(
         run_dir.resolve().name, options["from"], options.decay_steps, options.shape, options.final_ratio
     )
@@ -90,7 +95,7 @@ class CooldownCLI(PretrainCLI):
 
     def __init__(self, branch: Branch, start: str | None, **kwargs: Any) -> None:
         self.branch, self.start = branch, start  # None: the branch has a checkpoint of its own
-        super().__init__(self._resolve_once, **kwargs)
+        super().__init__(self._resolve_once, default_callbacks, **kwargs)
 
     def _resolve_once(self, spec: str, folder: Path, copy_to: str | None = None) -> Path | None:
         # The parent's checkpoint was resolved and its hashes compared already.

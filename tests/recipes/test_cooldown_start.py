@@ -135,6 +135,18 @@ def test_a_trunk_that_time_ended_gives_whole_branches(place):
     assert list(rates("b")) == [6, 7, 8, 9]
 
 
+def test_a_trunk_without_callbacks_of_its_own_gives_a_branch_with_the_same_defaults(place):
+    """Its configuration names none, so recipes.pretrain clips at 1.0, weighs tokens and saves; so does the branch."""
+    config = yaml.safe_load(Path("trunk.yaml").read_text())
+    del config["trainer"]["callbacks"]
+    Path("trunk.yaml").write_text(yaml.safe_dump(config))
+    train("trunk", 5, "--model.schedule.decay_steps", "0")
+    cli = cut("--from", "latest", "--decay_steps", 1, "--name", "b")
+    clipping = [c.clip_norm for c in cli.trainer.callbacks if type(c).__name__ == "GradNormMonitor"]
+    assert clipping == [1.0]
+    assert read_manifest(Path("runs/b/checkpoints/step-00000006"))["lineage"]["parent_step"] == 5
+
+
 @pytest.mark.parametrize(
     "override",
     [
@@ -231,6 +243,14 @@ def test_the_trunk_stays_as_it_is_when_its_paths_are_written_otherwise(shared):
         ["--run", str(shared / "runs/trunk"), "--from", "archive:10", "--decay_steps", "1", "--name", "abs"]
     )
     assert list(rates("abs")) == [11]
+
+
+def test_from_within_the_trunks_directory_the_branch_stands_beside_it(shared, monkeypatch):
+    data_dir = str(shared / "data")
+    monkeypatch.chdir(shared / "runs" / "trunk")
+    cooldown.main(["--run", ".", "--decay_steps", "1", "--name", "dot", "--data.data_dir", data_dir])
+    monkeypatch.chdir(shared)
+    assert list(rates("dot")) == [11]
 
 
 # --- names -------------------------------------------------------------------------------------------------------------
