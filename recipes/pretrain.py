@@ -132,11 +132,18 @@ def main(args: list[str] | None = None) -> PretrainCLI:
     )
 
 
-def is_ours(error: BaseException) -> bool:
-    """Return whether one of our own lines raised this, so that its message says all that the user needs."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    module = frames[-1][0].f_globals.get("__name__", "") if frames else ""
-    return module.partition(".")[0] in ("lit_gpt_loop", "callbacks", "recipes", "__main__")
+def our_message(error: BaseException | None) -> str | None:
+    """Return the message of the error that one of our own lines raised, which says all that the user needs; None if none did.
+
+    jsonargparse wraps what a constructor raises in an account of every type that it tried: the cause is looked at too.
+    """
+    while error is not None:
+        frames = list(traceback.walk_tb(error.__traceback__))
+        module = frames[-1][0].f_globals.get("__name__", "") if frames else ""
+        if module.partition(".")[0] in ("lit_gpt_loop", "callbacks", "recipes", "__main__"):
+            return str(error)
+        error = error.__cause__
+    return None
 
 
 def run_command(command: Callable[[], Any]) -> None:
@@ -144,9 +151,10 @@ def run_command(command: Callable[[], Any]) -> None:
     try:
         command()
     except (ValueError, RuntimeError, OSError) as e:
-        if not is_ours(e):
+        message = our_message(e)
+        if message is None:
             raise
-        sys.exit(f"error: {e}")
+        sys.exit(f"error: {message}")
 
 
 if __name__ == "__main__":

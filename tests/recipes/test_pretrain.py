@@ -12,7 +12,7 @@ import yaml
 
 from lit_gpt_loop.journal import read_journal
 from lit_gpt_loop.trained import read_run
-from recipes.pretrain import find_checkpoint, find_run, main, newest_config
+from recipes.pretrain import find_checkpoint, find_run, main, newest_config, run_command
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -203,6 +203,18 @@ def test_bad_input_is_one_clear_error_before_time_is_spent(place, args, message)
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
         fit(*args)
     assert not (place / "runs/small/checkpoints").exists()
+
+
+def test_what_a_callbacks_constructor_refuses_is_the_message(place):
+    callbacks = [{"class_path": "callbacks.CheckpointRetention", "init_args": {"keep_latest": 0}}]
+    with pytest.raises(SystemExit) as refused:
+        run_command(lambda: fit("--trainer.callbacks", json.dumps(callbacks)))
+    assert str(refused.value).startswith("error: CheckpointRetention(keep_latest=0): it has to be 1 or more")
+
+
+def test_an_error_that_is_not_ours_keeps_its_traceback():
+    with pytest.raises(json.JSONDecodeError):
+        run_command(lambda: json.loads("{"))
 
 
 def test_a_fresh_start_over_checkpoints_is_refused(place):
