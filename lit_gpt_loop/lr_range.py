@@ -15,6 +15,7 @@ bitwise what they were before. It needs memory for one more copy of parameters a
 import json
 import math
 import random
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from lit_gpt_loop.grad_squares import Shares, local, sum_over_ranks
 from lit_gpt_loop.read_aside import ReadAside
 
+_TELLS_EVERY_S = 5.0
 _SMOOTHING = 0.9  # of the moving average of the loss, corrected for its start
 
 
@@ -96,10 +98,7 @@ def range_test(
     Raises:
         ValueError: the rates do not grow, or fewer than 3 updates.
     """
-    if not 0 < min_lr < max_lr:
-        raise ValueError(f"min_lr={min_lr} must be above 0 and below max_lr={max_lr}")
-    if num_updates < 3:
-        raise ValueError(f"num_updates={num_updates}: a curve needs at least 3, 100 is usual")
+    _check(min_lr, max_lr, num_updates)
     result = RangeResult()
     peak = max(float(group["lr"]) for group in optimizer.param_groups)
     ratios = [float(group["lr"]) / peak if peak > 0 else 1.0 for group in optimizer.param_groups]
@@ -123,6 +122,13 @@ def range_test(
                 result.stopped_early = True
                 break
     return result
+
+
+def _check(min_lr: float, max_lr: float, num_updates: int) -> None:
+    if not 0 < min_lr < max_lr:
+        raise ValueError(f"min_lr={min_lr} must be above 0 and below max_lr={max_lr}")
+    if num_updates < 3:
+        raise ValueError(f"num_updates={num_updates}: a curve needs at least 3, 100 is usual")
 
 
 @contextmanager
@@ -213,8 +219,8 @@ class LRRangeTest(pl.Callback):
         stop_after: end the fit after the test.
 
     Raises:
-        ValueError: at the start of a fit, with several optimizers, manual optimization, an fp16 scaler, several training loaders
-            or one that is an iterator without a state; a rate or number out of range.
+        ValueError: a rate or number is out of range; at the start of a fit, with several optimizers, manual optimization, an fp16
+            scaler, several training loaders or one that is an iterator without a state.
         RuntimeError: a loader or datamodule whose `load_state_dict` does not bring its position back.
     """
 
@@ -227,9 +233,16 @@ class LRRangeTest(pl.Callback):
         stop_factor: float = 2.0,
         stop_after: bool = False,
     ) -> None:
+        _check(min_lr, max_lr, num_updates)
         self.min_lr, self.max_lr, self.num_updates = min_lr, max_lr, num_updates
         self.stop_factor, self.stop_after = stop_factor, stop_after
         self.result: RangeResult | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Go to the front of the callbacks: the clocks that others start in `on_train_start` must not count the test."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks.remove(self)
+        callbacks.insert(0, self)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Test, put back, report."""
@@ -245,12 +258,26 @@ class LRRangeTest(pl.Callback):
             f"learning-rate range test: {self.num_updates} updates from {self.min_lr:g} to {self.max_lr:g}"
         )
         optimizer = trainer.optimizers[0]
+        num_done, told = 0, time.monotonic()
+
+        def update() -> float | None:
+            nonlocal num_done, told
+            loss = updates()
+            num_done += 1
+            if time.monotonic() - told > _TELLS_EVERY_S:
+                told = time.monotonic()
+                at = f"update {num_done} of {self.num_updates}, rate {optimizer.param_groups[0]['lr']:.3g}"
+                rank_zero_info(
+                    f"learning-rate range test: {at}, loss {'unknown' if loss is None else f'{loss:.4g}'}"
+                )
+            return loss
+
         aside = ReadAside(trainer.train_dataloader, getattr(trainer, "datamodule", None))
         with _same_random_numbers(), aside:
             updates = _Updates(trainer, pl_module, aside.batches)
             with nullcontext() if updates.weigher is None else _same_attributes(updates.weigher):
                 self.result = range_test(
-                    updates,
+                    update,
                     optimizer,
                     [pl_module],
                     self.min_lr,

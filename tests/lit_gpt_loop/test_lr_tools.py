@@ -232,6 +232,28 @@ def test_it_can_end_the_run(tmp_path):
     assert (samples, updates) == ([], 0)
 
 
+def test_no_clock_counts_the_test_and_it_tells_how_far_it_is(tmp_path, caplog, monkeypatch):
+    class Starts(pl.Callback):
+        def on_train_start(self, *_):
+            self.is_tested = test.result is not None
+
+    monkeypatch.setattr("lit_gpt_loop.lr_range._TELLS_EVERY_S", -1.0)
+    before, after, test = Starts(), Starts(), LRRangeTest(min_lr=1e-5, max_lr=1e-3, num_updates=4)
+    with caplog.at_level("INFO"):
+        train(tmp_path, [before, test, after])
+    assert before.is_tested and after.is_tested
+    assert "update 3 of 4, rate 0.000215, loss 5." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"min_lr": 1.0, "max_lr": 0.1}, "must be above 0 and below"), ({"num_updates": 2}, "at least 3")],
+)
+def test_arguments_are_checked_when_they_are_given(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LRRangeTest(**arguments)
+
+
 def test_it_refuses_what_would_hide_divergence(tmp_path):
     class Scaled(pl.plugins.MixedPrecision):
         def __init__(self):
