@@ -187,6 +187,11 @@ def test_the_node_is_the_configurations():
     assert plan.checkpoint.mtbf_s == 365 * 86_400
     with pytest.raises(ValueError, match=r"12 devices are no nodes of 8.*--gpus_per_node"):
         plan_run(read({"devices": 8, "strategy": hybrid}, num_devices=12)[0])
+    part_of_a_node = plan_run(read({"devices": 8, "strategy": hybrid}, num_devices=4)[0])
+    assert (
+        next(r for r in part_of_a_node.memory if r.as_configured).plain.maxima["parameters"]
+        == plan.num_params
+    )
     assert read({"devices": 8}, num_devices=64)[0].devices_per_node == 8
     assert read({"devices": 1}, num_devices=64)[0].devices_per_node == 8
     assert read({"devices": 4}, devices_per_node=2)[0].devices_per_node == 2
