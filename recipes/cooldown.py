@@ -47,10 +47,8 @@ def main(args: list[str] | None = None) -> PretrainCLI:
     own, overrides = split_arguments(sys.argv[1:] if args is None else args)
     options = _parser().parse_args(own)
     run_dir = find_run(options.run)
-    if run_dir.name in (
-        "",
-        "..",
-    ):  # a branch stands beside its trunk, and this path does not say where that is
+    # A branch stands beside its trunk; these paths do not say where that is.
+    if run_dir.name in ("", ".."):
         run_dir = run_dir.resolve()
     request = Request(
         run_dir.resolve().name, options["from"], options.decay_steps, options.shape, options.final_ratio

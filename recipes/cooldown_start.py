@@ -129,7 +129,7 @@ def _begin(run_dir: Path, request: Request, name: str | None) -> tuple[Branch, E
         raise FileNotFoundError(
             f"{run_dir} has no checkpoint {request.checkpoint!r} of CheckpointRetention: train first"
         )
-    if step_dir.resolve().parent != folder.resolve():
+    if step_dir.parent.resolve() != folder.resolve():
         raise ValueError(
             f"{step_dir} is no checkpoint of {run_dir}, whose checkpoints are in {folder}: the branch would name a wrong parent "
             f"and take another run's configuration. Give the run that wrote it, --run {step_dir.parent.parent}"
@@ -165,12 +165,12 @@ def _prepare(
     branch: Branch, branch_dir: Path, config: dict[str, Any], step_dir: Path, manifest: dict[str, Any]
 ) -> tuple[Branch, ExitStack]:
     """Take the branch's directory and put into it what it starts from; leave nothing behind if that fails."""
-    is_new = _is_free(branch_dir)
     _same_branch(branch, branch_dir)
-    lock = ExitStack()
+    lock, is_new = ExitStack(), False
     try:
         lock.enter_context(run_lock(branch_dir))
         present = _same_branch(branch, branch_dir)  # again: nobody else begins it now
+        is_new = present is None
         if present is not None and list_saved(branch_dir / "checkpoints"):
             if present.parent_manifest_sha256 != branch.parent_manifest_sha256:
                 raise ValueError(

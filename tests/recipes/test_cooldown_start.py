@@ -175,6 +175,10 @@ def test_a_checkpoint_of_another_run_is_refused(trunk):
     assert not Path("runs/trunk-cooldown-10-1-sqrt").exists()
     cut("--from", "runs/trunk/checkpoints/step-00000010/state", "--decay_steps", 1, "--name", "by-path")
     assert list(rates("by-path")) == [11]
+    os.rename(trunk / "checkpoints/step-00000010", "archived")
+    (trunk / "checkpoints/step-00000010").symlink_to(Path("archived").absolute())
+    cut("--from", "archive:10", "--decay_steps", 1, "--name", "by-link")
+    assert list(rates("by-link")) == [11]
 
 
 def test_the_trunk_may_prune_the_checkpoint_once_the_branch_is_decided(trunk):
@@ -195,20 +199,17 @@ def test_the_trunk_may_prune_the_checkpoint_once_the_branch_is_decided(trunk):
 
 
 def test_a_checkpoint_pruned_before_it_is_kept_gives_way_to_the_next(trunk, monkeypatch):
-    gone = []
+    link, step = os.link, trunk / "checkpoints" / "step-00000010"
 
-    def vanish(source, target):
-        if "step-00000010" in str(source):
-            gone.append(source)
-            shutil.rmtree(trunk / "checkpoints" / "step-00000010", ignore_errors=True)
-            raise FileNotFoundError(source)
-        os.link(source, target, follow_symlinks=False)
+    def prune_first(source, target):
+        if step in source.parents:
+            shutil.rmtree(step, ignore_errors=True)
+        link(source, target)
 
-    link = os.link
-    monkeypatch.setattr(cooldown_start.os, "link", lambda s, t, **k: link(s, t, **k) if k else vanish(s, t))
+    monkeypatch.setattr(cooldown_start.os, "link", prune_first)
     branch, lock = cooldown_start.settle(trunk, Request("trunk", "latest", 2, "linear", 0.0), None)
     lock.close()
-    assert gone and branch.parent_step < 10
+    assert not step.exists() and branch.parent_step == 8
     assert not Path("runs/trunk-cooldown-10-linear").exists()
 
 
