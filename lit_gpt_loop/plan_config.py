@@ -137,7 +137,7 @@ def read_run_spec(
         keeps_gathered=_sharding(strategy_args) in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"),
         device=device,
         device_type=_device_type(trainer, device),
-        retention=_retention(trainer.get("callbacks")),
+        retention=_retention(trainer.get("callbacks"), trainer.get("val_check_interval")),
         **{"corpus_tokens": corpus_tokens, **settings},
     )
 
@@ -278,7 +278,7 @@ def _check_strategy_args(strategy: Strategy, args: Mapping[str, Any], notes: lis
         notes.append(f"memory: the strategy's {', '.join(ignored)} is not in the memory model")
 
 
-def _retention(callbacks: Any) -> Retention | None:
+def _retention(callbacks: Any, val_check_interval: Any) -> Retention | None:
     """Return what CheckpointRetention keeps; None where the callbacks are named and it is not among them."""
     if (
         callbacks is None
@@ -295,6 +295,11 @@ def _retention(callbacks: Any) -> Retention | None:
     if not values["monitor"]:
         values["keep_best"] = 0
     values["keeps_verified"] = "RestartEquivalence" in found
+    # The training stream is endless: no interval, or one in epochs, never validates while it trains. Others are in time.
+    in_time = isinstance(val_check_interval, str | Mapping)
+    values["validates_every"] = (
+        None if in_time else val_check_interval if isinstance(val_check_interval, int) else 0
+    )
     return Retention(**{f.name: values[f.name] for f in fields(Retention)})
 
 

@@ -168,8 +168,14 @@ def _fit(fit: Fit | None) -> str:
 def _checkpoint_lines(plan: RunPlan) -> list[tuple[str, str]]:
     c = plan.checkpoint
     lines = [("size", f"{_bytes(c.bytes)} (parameters and two moments)")]
-    if c.num_kept is not None and c.disk_bytes is not None:
-        lines.append(("disk", f"{_bytes(c.disk_bytes)} for at most {c.num_kept} kept and one being written"))
+    if c.kept is not None and c.disk_bytes is not None:
+        most = "" if c.kept.is_exact else "at most "
+        more = (
+            f", {c.kept.num_on_disk} while one is being written"
+            if c.kept.num_on_disk > c.kept.num_kept
+            else ""
+        )
+        lines.append(("disk", f"{most}{_bytes(c.disk_bytes)}: {c.kept.num_kept} kept{more}"))
     else:
         lines.append(
             ("disk", f"{_bytes(c.bytes)} each (trainer.callbacks without CheckpointRetention, or no length)")

@@ -28,7 +28,7 @@ from lit_gpt_loop.memory import (
     plan_memory,
     plan_moments,
 )
-from lit_gpt_loop.run_spec import Retention, RunSpec
+from lit_gpt_loop.run_spec import Kept, Retention, RunSpec
 from lit_gpt_loop.sample_order import accumulation
 from lit_gpt_loop.schedules import Schedule, ScheduleSummary, summarize
 
@@ -77,8 +77,8 @@ class CheckpointPlan:
 
     Attributes:
         bytes: of one checkpoint.
-        num_kept: the most checkpoints on disk at the end of the run, by the retention policy.
-        disk_bytes: of those and of one that is being written.
+        kept: checkpoints of an uninterrupted run, by the retention policy.
+        disk_bytes: of all that are on disk at once.
         blocked_s: seconds that a save keeps training waiting.
         mtbf_s: mean seconds between failures of the job.
         failures_per_day: expected failures of the job in a day.
@@ -88,7 +88,7 @@ class CheckpointPlan:
     """
 
     bytes: float
-    num_kept: int | None
+    kept: Kept | None
     disk_bytes: float | None
     blocked_s: float
     mtbf_s: float
@@ -326,11 +326,11 @@ def _checkpoint(spec: RunSpec, steps: int | None, step_s: float | None) -> Check
     interval = budget.save_interval_s(blocked, mtbf)
     kept = None
     if spec.retention is not None and steps is not None:
-        kept = retention.num_kept(steps)
+        kept = retention.replay(steps)
     return CheckpointPlan(
         bytes=size,
-        num_kept=kept,
-        disk_bytes=size * (kept + 1) if kept is not None else None,  # one is written before one is pruned
+        kept=kept,
+        disk_bytes=size * kept.num_on_disk if kept is not None else None,
         blocked_s=blocked,
         mtbf_s=mtbf,
         failures_per_day=budget.failures_per_day(spec.node_mtbf_s, num_nodes),

@@ -3,6 +3,7 @@
 `plan_config.py` reads it from a configuration.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,28 +15,85 @@ from lit_gpt_loop.schedules import ScheduleConfig
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Checkpoints of an uninterrupted run.
+
+    Attributes:
+        num_kept: the most that are kept after a save.
+        num_on_disk: the most at any moment; a new one is written before an old one is pruned.
+        is_exact: whether both are counts; else they are upper bounds.
+    """
+
+    num_kept: int
+    num_on_disk: int
+    is_exact: bool
+
+
+@dataclass(frozen=True)
 class Retention:
-    """The arguments of CheckpointRetention that decide how much is kept."""
+    """What decides when CheckpointRetention saves and how much it keeps.
+
+    Attributes:
+        every_n_steps: updates between saves; None saves at validations, unless `every_n_minutes` is given.
+        every_n_minutes: minutes between saves, which come at updates that cannot be known before.
+        keep_best: how many best ones are kept.
+        keep_latest: how many recent ones.
+        archive_every_n_steps: updates between those that are kept for good, or a list of updates.
+        async_save: training waits for a copy only.
+        save_on_exit: the last update is saved.
+        keeps_verified: RestartEquivalence is there: the last checkpoint that it verified is kept as well.
+        validates_every: updates between validations; 0 is never; None is at updates that cannot be known before.
+    """
 
     every_n_steps: int | None = None
+    every_n_minutes: float | None = None
     keep_best: int = 1
     keep_latest: int = 2
     archive_every_n_steps: int | list[int] | None = None
     async_save: bool = False
-    keeps_verified: bool = (
-        False  # RestartEquivalence is there: the last checkpoint that it verified is kept as well
-    )
+    save_on_exit: bool = True
+    keeps_verified: bool = False
+    validates_every: int | None = 0
 
-    def num_kept(self, total_steps: int) -> int:
-        """Return the most checkpoints at the end of a run; one may serve for several."""
-        return self.keep_best + self.keep_latest + self.num_archives(total_steps) + int(self.keeps_verified)
+    def replay(self, total_steps: int) -> Kept:
+        """Return how many checkpoints a run of so many updates has on disk, by going through its saves.
 
-    def num_archives(self, total_steps: int) -> int:
-        """Return the archives at the end of a run."""
-        every = self.archive_every_n_steps
-        if isinstance(every, list):
-            return sum(0 < step <= total_steps for step in every)
-        return total_steps // every if every else 0
+        Latest and archive follow from the steps alone. Which validation is best and which checkpoint is verified does not, so
+        those are taken to fall on others than these, as long as there are others, and any validation may be saved as best.
+        """
+        archives = set(_steps(self.archive_every_n_steps, total_steps))
+        certain = archives | set(_steps(self.every_n_steps, total_steps))
+        if self.save_on_exit and total_steps > 0:
+            certain.add(total_steps)
+        validations = set(_steps(self.validates_every, total_steps))
+        if self.every_n_steps is None and self.every_n_minutes is None:
+            certain |= validations
+        others = self.keep_best + self.keeps_verified
+        if self.every_n_minutes is not None or self.validates_every is None:  # a save at any update
+            num_kept = min(total_steps, len(archives) + self.keep_latest + others)
+            return Kept(num_kept, min(total_steps, num_kept + 1), is_exact=False)
+        least = self._count(certain, archives, 0)
+        most = self._count(certain | validations if self.keep_best else certain, archives, others)
+        return Kept(*most, is_exact=least == most)
+
+    def _count(self, saves: set[int], archives: set[int], others: int) -> tuple[int, int]:
+        """Return (the most kept after a save, the most on disk) if `others` are kept beside latest and archive."""
+        latest: deque[int] = deque(maxlen=self.keep_latest)
+        num_archived = kept = num_kept = num_on_disk = 0
+        for number, step in enumerate(sorted(saves), 1):
+            num_on_disk = max(num_on_disk, kept + 1)
+            num_archived += step in archives
+            latest.append(step)
+            kept = min(number, num_archived + sum(s not in archives for s in latest) + others)
+            num_kept = max(num_kept, kept)
+        return num_kept, num_on_disk
+
+
+def _steps(every: int | list[int] | None, total_steps: int) -> list[int]:
+    """Return the updates of an interval or a list that lie in the run."""
+    if isinstance(every, list):
+        return [step for step in every if 0 < step <= total_steps]
+    return list(range(every, total_steps + 1, every)) if every else []
 
 
 @dataclass(frozen=True)
@@ -63,7 +121,7 @@ class RunSpec:
         mfu: the share of peak that is assumed.
         price_per_gpu_hour: in any currency.
         corpus_tokens: tokens of the training split; None leaves out epochs.
-        retention: which checkpoints are kept.
+        retention: which checkpoints are kept; None where no CheckpointRetention is.
         write_bytes_per_s: of one rank, hashing included.
         copy_bytes_per_s: device to host memory, which is all that blocks in an asynchronous save.
         node_mtbf_s: mean time between failures of one node.

@@ -1,14 +1,18 @@
 import math
+from collections import Counter
+from dataclasses import replace
+from random import Random
 
 import pytest
 
+from callbacks.checkpoint_retention import Policy, Saved, decide
 from lit_gpt_loop import budget
 from lit_gpt_loop.config import PRESETS, GPTConfig
 from lit_gpt_loop.devices import DEVICES, find_device
 from lit_gpt_loop.flops import count_parameters
 from lit_gpt_loop.plan_config import peak_flops_table
 from lit_gpt_loop.run_plan import plan_run, propose_preset
-from lit_gpt_loop.run_spec import Retention, RunSpec
+from lit_gpt_loop.run_spec import Kept, Retention, RunSpec
 from lit_gpt_loop.schedules import ScheduleConfig, summarize
 
 YEAR = 365 * 86_400.0
@@ -158,8 +162,9 @@ def test_the_numbers_of_a_plan_add_up():
     assert plan.gpu_hours == pytest.approx(plan.seconds * 8 / 3600)
     assert plan.price == pytest.approx(2 * plan.gpu_hours)
     assert plan.checkpoint.bytes == 12 * 124_439_808
-    assert plan.checkpoint.num_kept == 1 + 2 + 3
-    assert plan.checkpoint.disk_bytes == 7 * plan.checkpoint.bytes
+    # Saves at 5,000, 10,000, 15,000 (archives) and the end; the end is no archive, and no other save could be best.
+    assert plan.checkpoint.kept == Kept(4, 4, is_exact=True)
+    assert plan.checkpoint.disk_bytes == 4 * plan.checkpoint.bytes
     assert plan.checkpoint.blocked_s == pytest.approx(12 * 124_439_808 / 1e9)  # one rank of DDP writes all
     assert [(r.strategy, r.num_devices) for r in plan.memory if r.as_configured] == [("ddp", 8)]
 
@@ -181,14 +186,68 @@ def test_sharded_saves_are_written_by_all_ranks_and_asynchronous_ones_block_for_
     assert later.blocked_s == pytest.approx(plain.bytes / 8 / 1e10)
 
 
-def test_archives_by_interval_and_by_list():
-    assert Retention(archive_every_n_steps=4).num_archives(18) == 4
-    assert Retention(archive_every_n_steps=[20, 60]).num_archives(50) == 1
-    assert Retention().num_archives(1000) == 0
-    assert (
-        Retention(keep_best=1, keep_latest=2, archive_every_n_steps=4, keeps_verified=True).num_kept(18)
-        == 1 + 2 + 4 + 1
-    )
+@pytest.mark.parametrize(
+    ("retention", "total_steps", "kept"),
+    [
+        # Saves at 120, 240, 360, 480; the last is latest and archive at once.
+        (Retention(120, keep_best=0, keep_latest=1, archive_every_n_steps=[480]), 480, Kept(1, 2, True)),
+        # After 16: archives 4, 8, 12, 16 and 14; after 18 (the end): 4 archives and 18; 5 are there when 18 is written.
+        (Retention(2, keep_best=0, keep_latest=2, archive_every_n_steps=4), 18, Kept(5, 6, True)),
+        # All roles fall on the three saves that there are.
+        (Retention(8, keep_best=1, keep_latest=2, keeps_verified=True, validates_every=8), 24, Kept(3, 3, False)),
+        (Retention(8, keep_best=1, keep_latest=2, keeps_verified=True, validates_every=8), 80, Kept(4, 5, False)),
+        # One save, whatever the policy would keep.
+        (Retention(100, keep_best=3, keep_latest=5), 20, Kept(1, 1, True)),
+        (Retention(100, save_on_exit=False), 20, Kept(0, 0, True)),
+        # Without an interval, at validations and the end: 30, 60, 90, 100.
+        (Retention(keep_best=0, keep_latest=3, validates_every=30), 100, Kept(3, 4, True)),
+        # By the clock: any update.
+        (Retention(every_n_minutes=5.0, keep_best=0), 100, Kept(2, 3, False)),
+        (Retention(10, keep_best=1, validates_every=None), 100, Kept(3, 4, False)),
+    ],
+)  # fmt: skip
+def test_checkpoints_on_disk_by_hand(retention, total_steps, kept):
+    assert retention.replay(total_steps) == kept
+
+
+def test_checkpoints_on_disk_are_those_that_the_callback_keeps():
+    """The saves of random policies, judged by random losses, pruned by `decide` itself."""
+    random = Random(0)
+    is_exact_seen = Counter()
+    for _ in range(400):
+        archives = random.choice([None, 3, 7, [5, 11]])
+        every, validates_every = random.choice([2, 3, 5, None]), random.choice([0, 1, 3, 4])
+        retention = Retention(
+            every, None, random.randint(0, 2), random.randint(1, 3), archives, keeps_verified=random.random() < 0.5,
+            validates_every=validates_every,
+        )  # fmt: skip
+        total = random.randint(1, 25)
+        policy = Policy(
+            keep_best=retention.keep_best, keep_latest=retention.keep_latest,
+            archive=tuple(archives) if isinstance(archives, list) else archives,
+        )  # fmt: skip
+        on_disk, num_kept, num_on_disk, verified = [], 0, 0, None
+        for step in range(1, total + 1):
+            validates = validates_every > 0 and step % validates_every == 0
+            new = Saved(step, random.random() if validates else None, step)
+            saves = every is not None and step % every == 0
+            saves |= policy.archives(step) or step == total or (every is None and validates)
+            saves |= validates and new in decide([*on_disk, new], policy)[0]["best"]
+            if saves:
+                on_disk.append(new)
+                num_on_disk = max(num_on_disk, len(on_disk))
+                if retention.keeps_verified and (verified is None or random.random() < 0.3):
+                    verified = step
+                on_disk = [replace(s, is_verified=s.step == verified) for s in on_disk]
+                pruned = decide(on_disk, policy)[1]
+                on_disk = [s for s in on_disk if s not in pruned]
+                num_kept = max(num_kept, len(on_disk))
+        kept = retention.replay(total)
+        is_exact_seen[kept.is_exact] += 1
+        assert num_kept <= kept.num_kept and num_on_disk <= kept.num_on_disk, (retention, total)
+        if kept.is_exact:
+            assert (num_kept, num_on_disk) == (kept.num_kept, kept.num_on_disk), (retention, total)
+    assert min(is_exact_seen[True], is_exact_seen[False]) > 50
 
 
 def test_errors_name_the_remedy():

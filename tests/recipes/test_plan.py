@@ -15,6 +15,7 @@ from lit_gpt_loop.plan_check import compare_plan
 from lit_gpt_loop.plan_config import (
     read_run_spec,
 )
+from lit_gpt_loop.run_spec import Kept
 from recipes import plan as recipe
 from recipes.pretrain import main as pretrain
 from tests.lit_gpt_loop.test_memory import measured_peak
@@ -87,7 +88,7 @@ def test_what_the_configuration_says_is_what_is_planned(config_file, tmp_path, c
             ).config
         )
     assert plan.num_params == sum(p.numel() for p in model.parameters())
-    assert plan.checkpoint.num_kept == 1 + 3 + 4
+    assert plan.checkpoint.kept == Kept(4, 4, is_exact=True)  # archives at 250, 500, 750 and the end
     assert plan.schedule_summary.warmup_share == 0.1
     assert plan.schedule_summary.updates_at_peak == 1000 - 100 - 200 + 1
     assert plan.price == pytest.approx(3 * plan.gpu_hours)
@@ -97,10 +98,11 @@ def test_what_the_configuration_says_is_what_is_planned(config_file, tmp_path, c
         "hybrid",
         "GPU-hours",
         "Young-Daly",
-        "8 kept",
+        ": 4 kept",
         "updates at peak",
     ):
         assert part in text, part
+    assert "at most" not in text
     saved = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert saved["num_params"] == plan.num_params
     one_device = saved["memory"][0]["plain"]

@@ -20,7 +20,7 @@ from lit_gpt_loop.plan_config import (
     read_run_spec,
 )
 from lit_gpt_loop.run_plan import plan_run
-from lit_gpt_loop.run_spec import Retention
+from lit_gpt_loop.run_spec import Kept, Retention
 from lit_gpt_loop.signatures import constant, constructor_arguments, constructor_defaults, trainer_arguments
 from recipes.pretrain import default_callbacks
 
@@ -243,15 +243,27 @@ def test_without_callbacks_the_default_ones_keep_checkpoints():
     saver = default[CheckpointRetention]
     spec, _ = read({})
     assert spec.retention == Retention(
-        None, saver.policy.keep_best, saver.policy.keep_latest, None, saver.async_save, True
+        keep_best=saver.policy.keep_best,
+        keep_latest=saver.policy.keep_latest,
+        async_save=saver.async_save,
+        save_on_exit=saver.save_on_exit,
+        keeps_verified=True,
     )
-    # The best, the two latest and the last that was verified (`decide` keeps it), and one being written.
-    plan = plan_run(spec)
-    assert plan.checkpoint.num_kept == 1 + 2 + 1
+    # No interval and no validation: one save, at the end.
+    assert plan_run(spec).checkpoint.kept == Kept(1, 1, is_exact=True)
+    # Saves at ten validations: the best, the two latest and the last that was verified (`decide` keeps it); one being written.
+    plan = plan_run(read({"val_check_interval": 10})[0])
+    assert plan.checkpoint.kept == Kept(1 + 2 + 1, 5, is_exact=False)
     assert plan.checkpoint.disk_bytes == 5 * plan.checkpoint.bytes
-    alone, _ = read({"callbacks": with_args("callbacks.CheckpointRetention", keep_latest=3)})
-    assert plan_run(alone).checkpoint.num_kept == 1 + 3
-    blind, _ = read({"callbacks": [with_args("callbacks.CheckpointRetention", monitor=None)]})
-    assert plan_run(blind).checkpoint.num_kept == 2  # nothing to be best by
+
+    def kept(**init_args):
+        saver = with_args("callbacks.CheckpointRetention", **init_args)
+        return plan_run(read({"callbacks": saver, "val_check_interval": 10})[0]).checkpoint.kept
+
+    assert kept(keep_latest=3) == Kept(1 + 3, 5, is_exact=False)
+    assert kept(monitor=None) == Kept(2, 3, is_exact=True)  # nothing to be best by
+    assert kept(monitor=None, save_on_exit=False, every_n_steps=70) == Kept(1, 1, is_exact=True)
+    by_clock = plan_run(read({"val_check_interval": "00:00:10:00"})[0]).checkpoint.kept
+    assert by_clock == Kept(1 + 2 + 1, 5, is_exact=False)
     for callbacks in ([], [with_args("callbacks.GradNormMonitor", clip_norm=1.0)]):
-        assert plan_run(read({"callbacks": callbacks})[0]).checkpoint.num_kept is None
+        assert plan_run(read({"callbacks": callbacks})[0]).checkpoint.kept is None
