@@ -13,13 +13,13 @@ from typing import Any, Literal
 from lit_gpt_loop.config import GPTConfig
 from lit_gpt_loop.devices import Device
 from lit_gpt_loop.memory import Strategy
+from lit_gpt_loop.plan_data import describe_data
 from lit_gpt_loop.run_spec import Retention, RunSpec
 from lit_gpt_loop.schedules import ScheduleConfig
 from lit_gpt_loop.signatures import constant, constructor_arguments, constructor_defaults, trainer_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA, MODULE = ROOT / "lit_gpt_loop" / "data.py", ROOT / "lit_gpt_loop" / "module.py"
-DEFAULT_TOKENIZER = "bpe:4096"  # TextDataModule's, which its signature does not show; compared in a test
 RETENTION, MFU = ROOT / "callbacks" / "checkpoint_retention.py", ROOT / "callbacks" / "mfu.py"
 # What a configuration of `recipes.pretrain fit` holds.
 SECTIONS = (
@@ -83,8 +83,9 @@ def read_run_spec(
     trainer = _known(config.get("trainer") or {}, trainer_arguments(), "trainer")
     data = _with_defaults(config, "data", DATA, "TextDataModule")
     model = _with_defaults(config, "model", MODULE, "LitGPT")
-    vocab_size, corpus_tokens = describe_data(data, notes)
-    if corpus_tokens is None and "corpus_tokens" not in settings:
+    facts = describe_data(data, notes)
+    vocab_size = facts.vocab_size
+    if facts.epoch_tokens is None and "corpus_tokens" not in settings:
         notes.append(
             "epochs: unknown until the corpus is prepared (`python -m recipes.prepare`), or give --corpus_tokens"
         )
@@ -138,7 +139,7 @@ def read_run_spec(
         device=device,
         device_type=_device_type(trainer, device),
         retention=_retention(trainer.get("callbacks"), trainer.get("val_check_interval")),
-        **{"corpus_tokens": corpus_tokens, **settings},
+        **{"corpus_tokens": facts.epoch_tokens, "is_corpus_estimated": facts.is_estimate, **settings},
     )
 
 
@@ -301,66 +302,3 @@ def _retention(callbacks: Any, val_check_interval: Any) -> Retention | None:
         None if in_time else val_check_interval if isinstance(val_check_interval, int) else 0
     )
     return Retention(**{f.name: values[f.name] for f in fields(Retention)})
-
-
-def describe_data(data: Mapping[str, Any], notes: list[str]) -> tuple[int | None, int | None]:
-    """Return (vocabulary, tokens of the training split) as far as they are known without reading the corpus."""
-    # numpy and tokenizers: half a second that only this needs
-    from lit_gpt_loop.store_build import make_tokenizer
-    from lit_gpt_loop.token_store import TokenStore
-    from lit_gpt_loop.tokenizer import bpe_vocab_size
-
-    word, end_token = data["tokenizer"], data["end_token"]
-    store = None
-    try:
-        if data["store"] is not None:
-            store = TokenStore(data["store"])
-        else:
-            word = word or DEFAULT_TOKENIZER
-            folder = _prepared_store(data, word, notes)
-            store = TokenStore(folder) if folder is not None else None
-    except (FileNotFoundError, ModuleNotFoundError, RuntimeError, ValueError) as e:
-        notes.append(f"corpus: not looked at ({str(e).splitlines()[0]})")
-    if store is not None:
-        share = 1.0 - data["val_fraction"] - data["test_fraction"]
-        return store.vocab_size, round(store.num_tokens * share)
-    if word == "gpt2":
-        return 50257, None
-    if word is None or word == "char":
-        return None, None
-    size = bpe_vocab_size(word)
-    return (size if size is not None else make_tokenizer(word, None, end_token).vocab_size), None
-
-
-def _prepared_store(data: Mapping[str, Any], word: str, notes: list[str]) -> Path | None:
-    """Return the folder of the corpus' store, if it is prepared."""
-    from lit_gpt_loop.corpus import open_corpus
-    from lit_gpt_loop.store_build import store_path
-    from lit_gpt_loop.token_store import PartMeta
-
-    corpus = data["corpus"]
-    if not (isinstance(corpus, str) and corpus.startswith("hf:")):
-        opened = open_corpus(corpus, data["text_field"], data["document_separator"], data["corpus_options"])
-        folder = store_path(data["data_dir"], opened, word, data["end_token"])
-        return folder if folder.is_dir() else None
-    # `load_dataset` may download all of it, so its store is known by the names of data set and tokenizer alone.
-    name = corpus.removeprefix("hf:").rsplit("/", 1)[-1]
-    metas = {
-        path.parent.parent: PartMeta.read(path.parent)
-        for path in Path(data["data_dir"]).glob("*/part-*/meta.json")
-    }
-    found = [folder for folder, meta in metas.items() if (meta.corpus, meta.tokenizer) == (name, word)]
-    if len(found) == 1:
-        notes.append(
-            f"corpus: {corpus} is not opened (that may download it); taken to be the store {found[0]}"
-        )
-        return found[0]
-    notes.append(
-        f"corpus: {corpus} is not opened (that may download it); "
-        + (
-            f"{len(found)} stores could be its: name one by --data.store"
-            if found
-            else "give --corpus_tokens for epochs"
-        )
-    )
-    return None

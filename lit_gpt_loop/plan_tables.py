@@ -75,7 +75,12 @@ def _run_lines(plan: RunPlan) -> list[tuple[str, str]]:
         ),
     ]
     if plan.epochs is not None:
-        lines.append(("epochs", f"{plan.epochs:.2f} over the corpus"))
+        about, why = (
+            ("about ", ", its length an estimate: the store's tokens times the split's share")
+            if plan.is_epochs_estimated
+            else ("", "")
+        )
+        lines.append(("epochs", f"{about}{plan.epochs:.3g} over the training split{why}"))
     return lines
 
 

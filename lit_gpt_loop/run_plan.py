@@ -121,6 +121,7 @@ class RunPlan:
         tokens_per_param: tokens / all parameters.
         chinchilla_tokens: tokens at 20 per parameter.
         epochs: passes over the training split.
+        is_epochs_estimated: the split's length is no count.
         flops_per_token: 6N, FLOPs of forward and backward.
         attention_flops_per_token: FLOPs of the attention term, beyond 6N.
         recomputed_flops_per_token: FLOPs of recomputation, beyond 6N.
@@ -155,6 +156,7 @@ class RunPlan:
     tokens_per_param: float | None
     chinchilla_tokens: float
     epochs: float | None
+    is_epochs_estimated: bool
     flops_per_token: float
     attention_flops_per_token: float
     recomputed_flops_per_token: float
@@ -229,6 +231,7 @@ def plan_run(spec: RunSpec) -> RunPlan:
         epochs=budget.epochs(tokens, spec.corpus_tokens)
         if tokens and spec.corpus_tokens is not None
         else None,
+        is_epochs_estimated=spec.is_corpus_estimated,
         flops_per_token=flops_per_token(config),
         attention_flops_per_token=attention_flops_per_token(config),
         recomputed_flops_per_token=recomputed_flops_per_token(config),

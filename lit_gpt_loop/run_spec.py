@@ -120,7 +120,8 @@ class RunSpec:
         device: None leaves out time, money and what fits.
         mfu: the share of peak that is assumed.
         price_per_gpu_hour: in any currency.
-        corpus_tokens: tokens of the training split; None leaves out epochs.
+        corpus_tokens: tokens of one pass over the training split; None leaves out epochs.
+        is_corpus_estimated: that number is no count.
         retention: which checkpoints are kept; None where no CheckpointRetention is.
         write_bytes_per_s: of one rank, hashing included.
         copy_bytes_per_s: device to host memory, which is all that blocks in an asynchronous save.
@@ -148,6 +149,7 @@ class RunSpec:
     mfu: float = 0.4
     price_per_gpu_hour: float | None = None
     corpus_tokens: int | None = None
+    is_corpus_estimated: bool = False
     retention: Retention | None = None
     write_bytes_per_s: float = 1e9
     copy_bytes_per_s: float = 10e9

@@ -60,7 +60,11 @@ def main(args: list[str] | None = None) -> RunPlan | None:
     config = merge(config, overrides)
     precision = str((config.get("trainer") or {}).get("precision") or "bf16-mixed")
     notes: list[str] = []
-    settings = {"corpus_tokens": options.corpus_tokens} if options.corpus_tokens is not None else {}
+    settings = (
+        {"corpus_tokens": options.corpus_tokens, "is_corpus_estimated": False}
+        if options.corpus_tokens is not None
+        else {}
+    )
     spec = read_run_spec(
         config,
         Path(options.config[-1]).stem,

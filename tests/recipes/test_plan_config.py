@@ -1,8 +1,10 @@
 import inspect
 import json
+from io import StringIO
 
 import pytest
 from lightning.pytorch import Trainer
+from rich.console import Console
 
 from callbacks.checkpoint_retention import CheckpointRetention
 from callbacks.mfu import PEAK_FLOPS
@@ -11,7 +13,6 @@ from lit_gpt_loop.data import TextDataModule
 from lit_gpt_loop.module import LitGPT
 from lit_gpt_loop.plan_config import (
     DATA,
-    DEFAULT_TOKENIZER,
     MFU,
     MODULE,
     RETENTION,
@@ -19,6 +20,8 @@ from lit_gpt_loop.plan_config import (
     peak_flops_table,
     read_run_spec,
 )
+from lit_gpt_loop.plan_data import DEFAULT_TOKENIZER
+from lit_gpt_loop.plan_tables import render
 from lit_gpt_loop.run_plan import plan_run
 from lit_gpt_loop.run_spec import Kept, Retention
 from lit_gpt_loop.signatures import constant, constructor_arguments, constructor_defaults, trainer_arguments
@@ -58,14 +61,57 @@ def test_a_prepared_store_gives_epochs(tmp_path):
         "corpus": str(tmp_path / "text.txt"),
         "tokenizer": "bytes",
         "data_dir": str(tmp_path / "data"),
+        "val_split": "tail",
         "val_fraction": 0.1,
     }
     spec, notes = read(
         {"max_steps": 10, "devices": 1}, data={**values, "context_length": 64, "micro_batch_size": 9}
     )
     assert notes == ["precision: bf16-mixed (the run picks bf16 where the hardware is fast at it)"]
+    # 6,401 tokens (an end token closes the document). 640 of them are the tail; 5,761 make 90 blocks of 64 targets.
+    assert spec.corpus_tokens == 90 * 64
+    assert plan_run(spec).epochs == 9 * 10 / 90
+    limited, _ = read(
+        {"max_steps": 10, "devices": 1}, data={**values, "context_length": 64, "limit_train_blocks": 45}
+    )
+    assert plan_run(limited).epochs == 8 * 10 / 45
+
+
+def test_epochs_are_those_of_the_split_by_document(tmp_path):
+    # Documents of very different lengths: a share of the tokens is no measure of what is held out.
+    (tmp_path / "text.txt").write_text("\n\n".join("ab " * (10 + 90 * (i % 7)) for i in range(60)))
+    values = {"corpus": str(tmp_path / "text.txt"), "tokenizer": "bytes", "data_dir": str(tmp_path / "data")}
+    values |= {"document_separator": "\n\n", "context_length": 32, "micro_batch_size": 4, "val_fraction": 0.2}
+    data = TextDataModule(**values)
+    data.prepare_data()
+    data.setup("validate")
+    spec, _ = read({"max_steps": 7, "devices": 1}, data=values)
     plan = plan_run(spec)
-    assert plan.epochs == pytest.approx(9 * 64 * 10 / (6401 * 0.9), rel=1e-3)
+    assert plan.epochs == 7 * 4 / data.samples_per_epoch  # progress/epoch of the run's last update
+    assert abs(spec.corpus_tokens / (0.8 * data.splits.store.num_tokens) - 1) > 0.02
+    rows = TextDataModule(**values, packed=False)
+    rows.setup("validate")
+    spec, _ = read({"max_steps": 7, "devices": 1}, data=values | {"packed": False})
+    assert plan_run(spec).epochs == 7 * 4 / rows.samples_per_epoch
+
+
+def test_an_estimated_length_is_marked(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("the robot picks up the red box. " * 200)
+    values = {"corpus": str(tmp_path / "text.txt"), "tokenizer": "bytes", "data_dir": str(tmp_path / "data")}
+    TextDataModule(**values, val_split="tail").prepare_data()
+    monkeypatch.setattr("lit_gpt_loop.plan_data.MAX_DOCUMENTS", 0)
+    spec, notes = read({"devices": 1}, data=values)
+    assert spec.corpus_tokens == round(6401 * 0.95)
+    console = Console(width=132, record=True, file=StringIO())
+    render(console, plan_run(spec), None, notes)
+    assert "epochs about 33.7 over the training split, its length an estimate" in " ".join(
+        console.export_text().split()
+    )
+
+
+def test_a_split_that_the_run_refuses_is_refused():
+    with pytest.raises(ValueError, match="together below 1"):
+        read({}, data={"tokenizer": "bytes", "val_fraction": 2})
 
 
 def test_a_data_set_of_the_hub_is_not_opened(tmp_path, monkeypatch):
@@ -77,6 +123,7 @@ def test_a_data_set_of_the_hub_is_not_opened(tmp_path, monkeypatch):
         "corpus": "hf:allenai/c4",
         "tokenizer": "bytes",
         "data_dir": str(tmp_path / "data"),
+        "val_split": "tail",
         "val_fraction": 0.1,
     }
     spec, notes = read({"devices": 1}, data=values)
@@ -89,7 +136,7 @@ def test_a_data_set_of_the_hub_is_not_opened(tmp_path, monkeypatch):
     (path,) = (tmp_path / "data").glob("*/part-*/meta.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"corpus": "c4"}))
     spec, notes = read({"devices": 1}, data=values)
-    assert spec.corpus_tokens == round(6401 * 0.9)
+    assert spec.corpus_tokens == (6401 - 640) // 256 * 256
     assert any("taken to be the store" in n and path.parent.parent.name in n for n in notes)
     spec, _ = read({"devices": 1}, data=values | {"tokenizer": "char"})
     assert spec.corpus_tokens is None
