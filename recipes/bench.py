@@ -305,39 +305,17 @@ def memory(updates: int = 4, precision: Precision = "fp32") -> None:
     Console(width=110).print(table)
 
 
-def startup(run_config: str = "configs/quickstart.yaml", repeats: int = 3) -> None:
-    """Seconds from the command to the first update's line in the journal, with a prepared store.
+def startup(run_config: Path = Path("configs/quickstart.yaml"), repeats: int = 3) -> None:
+    """Seconds from the command to the first update: of a start, of a resume, and of a branch by recipes.cooldown, in turns.
 
     Args:
         run_config: a configuration of recipes.pretrain.
-        repeats: runs; the median counts.
+        repeats: turns; medians count.
     """
-    import subprocess
+    from recipes.bench_startup import report
+    from recipes.bench_startup import startup as measure
 
-    path = str(Path(run_config).resolve())
-    seconds = []
-    with tempfile.TemporaryDirectory() as folder:
-        for n in range(repeats + 1):  # the first prepares the store
-            command = [sys.executable, "-m", "recipes.pretrain", "fit", "--config", path, "--run", f"r{n}",
-                       "--trainer.max_steps", "100000"]  # fmt: skip
-            started = time.perf_counter()
-            process = subprocess.Popen(
-                command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-            journal = Path(folder) / "runs" / f"r{n}" / "journal.jsonl"
-            while not (journal.is_file() and journal.stat().st_size):
-                if process.poll() is not None:
-                    raise RuntimeError(
-                        f"{' '.join(command)} ended with {process.returncode} before its first update"
-                    )
-                time.sleep(0.01)
-            seconds.append(time.perf_counter() - started)
-            process.kill()
-            process.wait()
-    print(f"first start, store prepared in it: {seconds[0]:.1f} s")
-    print(
-        f"prepared store: median {statistics.median(seconds[1:]):.1f} s of {[round(s, 1) for s in seconds[1:]]}"
-    )
+    print(report(measure(run_config, repeats)))
 
 
 def checkpoints(num_bytes: int = 500_000_000, turns: int = 7) -> None:

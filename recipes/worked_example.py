@@ -291,7 +291,7 @@ def run_jobs(plan: list[Job], at_once: int, console: Console) -> None:
 
 
 def _log_of(job: Job) -> Path:
-    return job.folder.with_suffix(".log")
+    return job.folder.parent / f"{job.folder.name}.log"  # with_suffix would cut "-to-0.1-0"
 
 
 # --------------------------------------------------------------------------------------------------------- the result
