@@ -130,6 +130,7 @@ def worked_example(
     seeds: int = 3,
     cooldown_share: float = 0.2,
     cosine_final_ratios: tuple[float, ...] = (0.1, 0.0),
+    lr: float | None = None,
     out: Path = Path("runs/wsd_vs_cosine"),
     jobs: int = 2,
 ) -> dict[str, Any]:
@@ -140,6 +141,7 @@ def worked_example(
         seeds: how many; at least 3 for a spread worth the name.
         cooldown_share: decay / all updates of a branch.
         cosine_final_ratios: last rate / peak of the cosine runs (0.1 is the usual one; the cooldowns end at 0).
+        lr: peak rate of all runs instead of the configuration's; name another `out` with it.
         out: folder of all runs, results.json, table.md and wsd_vs_cosine.png.
         jobs: runs at a time; they share the cores.
 
@@ -150,7 +152,7 @@ def worked_example(
         raise ValueError(
             f"seeds={seeds} must be 2 to {len(_T95) + 1}, cooldown_share={cooldown_share} in (0, 1), jobs={jobs} at least 1"
         )
-    plan = make_jobs(config, seeds, cooldown_share, cosine_final_ratios, out)
+    plan = make_jobs(config, seeds, cooldown_share, cosine_final_ratios, out, lr)
     console = Console()
     for job in plan[: len(plan) // seeds]:
         console.print(f"[dim]{job.model}: {shlex.join(['python', *job.command[1:]])}[/dim]", highlight=False)
@@ -172,7 +174,12 @@ def worked_example(
 
 
 def make_jobs(
-    config: Path, seeds: int, cooldown_share: float, cosine_final_ratios: tuple[float, ...], out: Path
+    config: Path,
+    seeds: int,
+    cooldown_share: float,
+    cosine_final_ratios: tuple[float, ...],
+    out: Path,
+    lr: float | None = None,
 ) -> list[Job]:
     """Return all runs, seed by seed, each trunk before what needs it."""
     settings = yaml.safe_load(config.read_text())
@@ -196,7 +203,9 @@ def make_jobs(
                     "--data.seed",
                     str(seed),
                 ),
-                *("--trainer.enable_progress_bar", "false", "--trainer.logger", _journal(out / name), *args),
+                *("--trainer.enable_progress_bar", "false", "--trainer.logger", _journal(out / name)),
+                *(() if lr is None else ("--model.lr", str(lr))),
+                *args,
             ]
 
         trunk = Job("trunk", seed, out / f"trunk-{seed}", trunk_steps, 0, pretrain(f"trunk-{seed}"))

@@ -154,5 +154,9 @@ def test_the_commands_of_the_real_example():
     }
     assert cosine[cosine.index("--trainer.max_steps") + 1] == "600"
     assert cosine[cosine.index("--data.seed") + 1] == "2" == cosine[cosine.index("--seed_everything") + 1]
+    assert all("--model.lr" not in j.command for j in plan)
+    other = make_jobs(config, 3, 0.2, (0.1,), Path("runs/y"), 6e-3)
+    trained = [j.command for j in other if j.needs is None]  # branches have their trunk's rate
+    assert all(c[c.index("--model.lr") + 1] == "0.006" for c in trained)
     # Every model is validated at its last update.
     assert all(j.steps % settings["trainer"]["val_check_interval"] == 0 for j in plan)
