@@ -165,21 +165,21 @@ class GPTConfig:
         """
         if name not in PRESETS:
             raise ValueError(
-                f"unknown preset {name!r}{_did_you_mean(name, list(PRESETS))}. Presets: {', '.join(PRESETS)}"
+                f"unknown preset {name!r}{_did_you_mean(name, list(PRESETS))} Presets: {', '.join(PRESETS)}"
             )
         known = [f.name for f in fields(cls)]
         for key in overrides:
             if key not in known:
                 raise ValueError(
                     f"preset {name!r} cannot take {key!r}: GPTConfig has no such field"
-                    f"{_did_you_mean(key, known)}. Fields: {', '.join(known)}"
+                    f"{_did_you_mean(key, known)} Fields: {', '.join(known)}"
                 )
         return cls(**{**PRESETS[name], **overrides})
 
 
 def _did_you_mean(word: str, choices: list[str]) -> str:
     close = difflib.get_close_matches(word, choices, n=3, cutoff=0.4)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+    return f"; did you mean {' or '.join(close)}?" if close else "."
 
 
 def _nearest_divisors(number: int, wanted: int) -> str:

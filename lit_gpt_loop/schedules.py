@@ -208,9 +208,10 @@ class ScheduleSummary:
     final_ratio: float
 
     def __str__(self) -> str:
+        updates, at_peak = (f"{n:,} update{'s' * (n != 1)}" for n in (self.total_steps, self.updates_at_peak))
         return (
-            f"{self.total_steps} updates: warmup {self.warmup_share:.1%}, stable {self.stable_share:.1%}, "
-            f"decay {self.decay_share:.1%}; {self.updates_at_peak} updates at peak, mean rate / peak {self.mean_ratio:.3f}, "
+            f"{updates}: warmup {self.warmup_share:.1%}, stable {self.stable_share:.1%}, "
+            f"decay {self.decay_share:.1%}; {at_peak} at peak, mean rate / peak {self.mean_ratio:.3f}, "
             f"final / peak {self.final_ratio:.3g}"
         )
 
