@@ -83,6 +83,11 @@ def read_run_spec(
     trainer = _known(config.get("trainer") or {}, trainer_arguments(), "trainer")
     data = _with_defaults(config, "data", DATA, "TextDataModule")
     model = _with_defaults(config, "model", MODULE, "LitGPT")
+    for field in ("context_length", "micro_batch_size", "global_batch_size", "global_batch_tokens"):
+        _whole(data, field, "data.")
+    for field in ("context_length", "micro_batch_size"):
+        if data[field] is None:
+            raise ValueError(f"data.{field} null must be a whole number of at least 1")
     facts = describe_data(data, notes)
     vocab_size = facts.vocab_size
     if facts.epoch_tokens is None and "corpus_tokens" not in settings:
@@ -96,6 +101,8 @@ def read_run_spec(
     if vocab_size is not None:
         overrides["vocab_size"] = vocab_size
     shape = _shape(model["config"], overrides)
+    if isinstance(model["config"], str):
+        _note_preset(model["config"], shape, notes)
     if vocab_size is None:
         notes.append(
             f"vocabulary: {shape.vocab_size}, the model's own (the tokenizer's is not known before `recipes.prepare`)"
@@ -110,9 +117,12 @@ def read_run_spec(
     if precision is None:
         precision = "bf16-mixed"
         notes.append("precision: bf16-mixed (the run picks bf16 where the hardware is fast at it)")
-    max_steps = trainer.get("max_steps")
     global_batch = data["global_batch_size"]
-    if global_batch is None and data["global_batch_tokens"] is not None:
+    if global_batch is not None and data["global_batch_tokens"] is not None:
+        raise ValueError(
+            f"data.global_batch_size {global_batch} and data.global_batch_tokens {data['global_batch_tokens']}: give one of them"
+        )
+    if data["global_batch_tokens"] is not None:
         global_batch, rest = divmod(data["global_batch_tokens"], data["context_length"])
         if rest or not global_batch:
             raise ValueError(
@@ -125,9 +135,9 @@ def read_run_spec(
         config=shape,
         micro_batch=data["micro_batch_size"],
         global_batch=global_batch,
-        accumulation=trainer.get("accumulate_grad_batches") or 1,
-        max_steps=None if max_steps in (None, -1) else int(max_steps),
-        max_tokens=config.get("max_tokens"),
+        accumulation=_whole(trainer, "accumulate_grad_batches", "trainer.") or 1,
+        max_steps=_max_steps(trainer),
+        max_tokens=_whole(config, "max_tokens", "--"),
         schedule=ScheduleConfig(**_known(schedule, _fields(ScheduleConfig), "model.schedule")),
         strategy=strategy,
         num_devices=num_devices,
@@ -149,6 +159,18 @@ def _shape(config: Any, overrides: dict[str, Any]) -> GPTConfig:
     return GPTConfig(**_known({**(config or {}), **overrides}, _fields(GPTConfig), "model.config"))
 
 
+def _note_preset(name: str, shape: GPTConfig, notes: list[str]) -> None:
+    """Say which sizes of a preset the data replaces."""
+    preset = GPTConfig.preset(name)
+    for field, label, decides in (
+        ("vocab_size", "vocabulary", "the tokenizer's"),
+        ("context_length", "context", "data.context_length"),
+    ):
+        own, used = getattr(preset, field), getattr(shape, field)
+        if own != used:
+            notes.append(f"{label}: {used:,} ({decides}), not the {own:,} of the preset {name}")
+
+
 def _fields(cls: type) -> list[str]:
     return [f.name for f in fields(cls)]
 
@@ -158,7 +180,16 @@ def _with_defaults(config: Mapping[str, Any], section: str, path: Path, class_na
     return constructor_defaults(path, class_name) | given
 
 
-def _known(values: Mapping[str, Any], names: Collection[str], where: str) -> dict[str, Any]:
+def _known(values: Any, names: Collection[str], where: str) -> dict[str, Any]:
+    """Return the fields of a section.
+
+    Raises:
+        ValueError: it is no mapping, or has a field that `names` does not list.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(
+            f"{where} is {values!r}: it must hold fields, such as {', '.join(sorted(names)[:3])}"
+        )
     for word in values:
         if word not in names:
             close = difflib.get_close_matches(str(word), names, n=2)
@@ -167,20 +198,46 @@ def _known(values: Mapping[str, Any], names: Collection[str], where: str) -> dic
     return dict(values)
 
 
+def _whole(values: Mapping[str, Any], name: str, where: str, least: int = 1) -> int | None:
+    """Return a field that is a whole number, None where it is null.
+
+    Raises:
+        ValueError: it is anything else, or below `least`.
+    """
+    value = values.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        raise ValueError(f"{where}{name} {value!r} must be a whole number of at least {least}")
+    return value
+
+
+def _max_steps(trainer: Mapping[str, Any]) -> int | None:
+    """Return the run's end in updates, None for -1 or none given."""
+    value = trainer.get("max_steps", -1)
+    if value == -1:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(
+            f"trainer.max_steps {'null' if value is None else repr(value)} must be a whole number of at least 1, or -1 where "
+            "--max_tokens is the budget"
+        )
+    return value
+
+
 def _devices(
     trainer: Mapping[str, Any], num_devices: int | None, devices_per_node: int | None, notes: list[str]
 ) -> tuple[int, int]:
     """Return (all devices, devices per node); what is given goes before the configuration."""
-    for name, given in (("--devices", num_devices), ("--gpus_per_node", devices_per_node)):
-        if given is not None and given < 1:
-            raise ValueError(f"{name} {given} must be at least 1")
-    devices = trainer.get("devices") or "auto"
+    devices = trainer.get("devices")
+    devices = "auto" if devices is None else devices
     if isinstance(devices, str) and "," in devices:
         devices = [d for d in devices.split(",") if d.strip()]
     if isinstance(devices, Sequence) and not isinstance(devices, str):
         devices = len(devices)
     is_auto = devices in ("auto", -1, "-1")
-    per_node, num_nodes = 1 if is_auto else int(devices), int(trainer.get("num_nodes") or 1)
+    if isinstance(devices, str) and devices.isdecimal():
+        devices = int(devices)
+    per_node = 1 if is_auto else _whole({"devices": devices}, "devices", "trainer.") or 1
+    num_nodes = _whole(trainer, "num_nodes", "trainer.") or 1
     if num_devices is None:
         num_devices = per_node * num_nodes
         if is_auto:

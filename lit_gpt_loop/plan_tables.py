@@ -6,11 +6,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lit_gpt_loop.budget import CHINCHILLA_TOKENS_PER_PARAM, Proposal, compute_optimal_size
+from lit_gpt_loop.budget import (
+    CHINCHILLA_TOKENS_PER_PARAM,
+    SECONDS_PER_HOUR,
+    Proposal,
+    compute_optimal_size,
+    price,
+    training_seconds,
+)
 from lit_gpt_loop.devices import Device
 from lit_gpt_loop.memory import GIB, RESERVED_SHARE, Fit
 from lit_gpt_loop.plan_check import Compared
 from lit_gpt_loop.run_plan import RunPlan
+from lit_gpt_loop.schedules import Schedule
 
 NEAR = 5.0  # a preset suits a budget if its tokens per parameter are within this factor of Chinchilla's
 
@@ -48,7 +56,7 @@ def render(console: Console, plan: RunPlan, device: Device | None, notes: list[s
             _facts(
                 "schedule",
                 [
-                    ("kind", f"{plan.schedule.kind}, decay {plan.schedule.decay_shape}"),
+                    ("kind", _kind(plan.schedule)),
                     ("phases", str(plan.schedule_summary)),
                 ],
             )
@@ -103,8 +111,8 @@ def _compute_lines(plan: RunPlan, device: Device | None) -> list[tuple[str, str]
         )
     )
     if plan.seconds is not None and plan.gpu_hours is not None:
-        price = f", {plan.price:,.2f} at the given price" if plan.price is not None else ""
-        lines.append(("time", f"{_duration(plan.seconds)}, {plan.gpu_hours:,.1f} GPU-hours{price}"))
+        cost = f", {plan.price:,.2f} at the given price" if plan.price is not None else ""
+        lines.append(("time", f"{_duration(plan.seconds)}, {_hours(plan.gpu_hours)} GPU-hours{cost}"))
     return lines
 
 
@@ -119,7 +127,14 @@ def _memory_table(plan: RunPlan, device: Device | None) -> Table:
     table = Table(
         title=f"memory of one device, {unit} (micro-batch {plan.micro_batch}{where})",
         title_justify="left",
-        caption="* as configured. Each part's own maximum; the peak is what is live at once, less than their sum. params: under mixed "
+        caption="* as configured, and its peak. "
+        + (
+            ""
+            if all(row.divides for row in plan.memory)
+            else "† would be refused: an update of "
+            f"{plan.global_batch:,} sequences does not divide into micro-batches of {plan.micro_batch} over so many devices. "
+        )
+        + "Each part's own maximum; the peak is what is live at once, less than their sum. params: under mixed "
         "precision the fp32 master weights; low-prec.: autocast's copies. recomp.: with "
         f"{'every block' if every == 1 else f'one of {every} blocks'} recomputed in backward. fits: largest micro-batch that divides "
         f"an update, with {RESERVED_SHARE:.0%} of the device left to the framework; all: a device's whole share of an update "
@@ -144,9 +159,9 @@ def _memory_table(plan: RunPlan, device: Device | None) -> Table:
         peaks = [_number(memory.peak_bytes / size) for memory in (row.plain, row.checkpointed)]
         if row.as_configured:
             configured = int(plan.activation_checkpointing > 0)
-            peaks[configured] = f"[bold]{peaks[configured]}[/bold]"
+            peaks[configured] = f"[bold]*{peaks[configured]}[/bold]"
         table.add_row(
-            row.strategy + (" *" if row.as_configured else ""),
+            row.strategy + (" *" if row.as_configured else "" if row.divides else " †"),
             str(row.num_devices),
             *first,
             activations,
@@ -190,7 +205,14 @@ def _checkpoint_lines(plan: RunPlan) -> list[tuple[str, str]]:
     lines.append(
         (
             "save every",
-            f"{_duration(c.save_interval_s)}{steps} (Young-Daly, for a failure every {_duration(c.mtbf_s)}, {c.failures_per_day:.3g} a day; {c.lost_share:.2%} of the time is then lost)",
+            f"{_duration(c.save_interval_s)}{steps} (Young-Daly, for a failure every {_duration(c.mtbf_s)}, {c.failures_per_day:.3g} a day)",
+        )
+    )
+    lost = f"{c.lost_share:.2%}" if c.lost_share >= 5e-5 else "under 0.01%"
+    lines.append(
+        (
+            "then lost",
+            f"{lost} of the time: saves, work done again, and {_duration(c.restart_s)} for each restart",
         )
     )
     return lines
@@ -225,6 +247,38 @@ def proposals_table(flops: float, proposals: list[Proposal]) -> Table:
     )
     table.caption_justify = "left"
     return table
+
+
+def cost_line(
+    flops: float, device: Device | None, mfu: float, num_devices: int, price_per_gpu_hour: float | None
+) -> str:
+    """Return what it takes to spend a budget, on whichever model: `flops` at `mfu` of the peak of so many devices."""
+    if device is None or device.peak_flops is None:
+        return "its time and price: add --gpu NAME (or --peak_tflops)"
+    seconds = training_seconds(flops, device.peak_flops, mfu, num_devices)
+    gpu_hours = seconds * num_devices / SECONDS_PER_HOUR
+    cost = (
+        f", {price(gpu_hours, price_per_gpu_hour):,.2f} at the given price"
+        if price_per_gpu_hour is not None
+        else ""
+    )
+    return (
+        f"to spend it: {_duration(seconds)} on {_n(num_devices, 'device')} ({device.name} at MFU {mfu:g}), "
+        f"{_hours(gpu_hours)} GPU-hours{cost}"
+    )
+
+
+def budget_line(flops: float, plan: RunPlan) -> str:
+    """Return how long a budget trains the planned configuration."""
+    tokens = flops / plan.flops_per_token
+    steps = int(tokens // plan.tokens_per_update)
+    if not steps:
+        per_update = plan.flops_per_token * plan.tokens_per_update
+        return f"\nbudget: {flops:.3g} FLOPs do not pay for one update of this configuration, which takes {per_update:.3g}"
+    return (
+        f"\nbudget: {flops:.3g} FLOPs train this configuration for {_n(steps, 'update')} = {_si(steps * plan.tokens_per_update)} tokens, "
+        f"{steps * plan.tokens_per_update / plan.num_params:.3g} per parameter: --trainer.max_steps {steps}"
+    )
 
 
 def proposal_line(flops: float, best: Proposal) -> str:
@@ -273,12 +327,22 @@ def draw_schedule(plan: RunPlan, path: Path) -> None:
     FigureCanvasAgg(figure).print_png(str(path))
 
 
+def _kind(schedule: Schedule) -> str:
+    if schedule.kind != "wsd":
+        return schedule.kind
+    return f"wsd, decay {schedule.decay_shape}" if schedule.decay_steps else "wsd, no decay"
+
+
 def _n(count: int, what: str, plural: str = "s") -> str:
     return f"{count:,} {what}{'' if count == 1 else plural}"
 
 
 def _number(value: float) -> str:
     return "" if value == 0 else f"{value:.2f}" if value < 10 else f"{value:,.1f}"
+
+
+def _hours(value: float) -> str:
+    return f"{value:,.1f}" if value >= 10 else f"{value:.3g}"
 
 
 def _bytes(value: float) -> str:

@@ -59,6 +59,7 @@ class MemoryRow:
         num_devices: all devices.
         as_configured: whether it is the run's own.
         accumulation: micro-batches per update, with which the memory is counted.
+        divides: whether an update divides into such micro-batches over so many devices; else the run would be refused.
         plain: without recomputation.
         checkpointed: with activation checkpointing, at the configured interval or else of every block.
     """
@@ -67,6 +68,7 @@ class MemoryRow:
     num_devices: int
     as_configured: bool
     accumulation: int
+    divides: bool
     plain: DeviceMemory
     checkpointed: DeviceMemory
 
@@ -84,6 +86,7 @@ class CheckpointPlan:
         failures_per_day: expected failures of the job in a day.
         save_interval_s: seconds between saves that lose least time (Young and Daly).
         save_interval_steps: the same in updates.
+        restart_s: seconds that a restart is taken to last, from the failure to the first new update.
         lost_share: share of wall time that saves, repeated work and restarts then take, 0 to 1.
     """
 
@@ -95,6 +98,7 @@ class CheckpointPlan:
     failures_per_day: float
     save_interval_s: float
     save_interval_steps: int | None
+    restart_s: float
     lost_share: float
 
 
@@ -193,8 +197,8 @@ def plan_run(spec: RunSpec) -> RunPlan:
     if spec.max_tokens is not None:
         if steps is not None:
             raise ValueError(
-                f"both max_tokens={spec.max_tokens} and trainer.max_steps={steps} are given: a run has one budget; "
-                "set the other to null (--max_tokens null, or --trainer.max_steps -1)"
+                f"both max_tokens={spec.max_tokens} and trainer.max_steps={steps} are given: a run has one budget. A run's own "
+                "config.yaml holds it in updates: add --trainer.max_steps -1 for the tokens, or --max_tokens null for the updates"
             )
         steps = budget.updates_for_tokens(spec.max_tokens, per_update)
     tokens = steps * per_update if steps is not None else None
@@ -285,9 +289,10 @@ def _memory_rows(spec: RunSpec) -> list[MemoryRow]:
 
 def _memory_row(spec: RunSpec, strategy: Strategy, num_devices: int) -> MemoryRow:
     layout = _layout(spec, strategy, num_devices)
-    accumulate = spec.accumulation
+    accumulate, rest = spec.accumulation, 0
     if spec.global_batch is not None:
-        accumulate = max(1, spec.global_batch // (spec.micro_batch * num_devices))
+        accumulate, rest = divmod(spec.global_batch, spec.micro_batch * num_devices)
+        rest, accumulate = rest or not accumulate, max(1, accumulate)
     memory = spec.device.memory_bytes if spec.device is not None else None
 
     def with_checkpointing(every: int) -> DeviceMemory:
@@ -311,6 +316,7 @@ def _memory_row(spec: RunSpec, strategy: Strategy, num_devices: int) -> MemoryRo
         num_devices,
         (strategy, num_devices) == (spec.strategy, spec.num_devices),
         accumulate,
+        not rest,
         with_checkpointing(0),
         with_checkpointing(spec.config.activation_checkpointing or 1),
     )
@@ -339,15 +345,26 @@ def _checkpoint(spec: RunSpec, steps: int | None, step_s: float | None) -> Check
         failures_per_day=budget.failures_per_day(spec.node_mtbf_s, num_nodes),
         save_interval_s=interval,
         save_interval_steps=max(1, round(interval / step_s)) if step_s else None,
+        restart_s=spec.restart_s,
         lost_share=budget.lost_share(interval, blocked, mtbf, spec.restart_s),
     )
 
 
 def propose_preset(flops: float) -> list[budget.Proposal]:
-    """Return the presets for a compute budget, the best first; those made for tests are left out."""
-    presets = {}
+    """Return the presets for a compute budget, the best first; those made for tests are left out.
+
+    Raises:
+        ValueError: the budget trains none of them on one sequence.
+    """
+    presets, least = {}, {}
     for name in PRESETS:
         if not name.startswith("tiny"):
             config = GPTConfig.preset(name)
             presets[name] = (count_parameters(config).total, flops_per_token(config))
+            least[name] = flops_per_token(config) * config.context_length
+    cheapest = min(least, key=least.__getitem__)
+    if flops < least[cheapest]:
+        raise ValueError(
+            f"a budget of {flops:g} FLOPs trains no preset: one sequence of the smallest, {cheapest}, takes {least[cheapest]:.3g}"
+        )
     return budget.propose(flops, presets)

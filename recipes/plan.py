@@ -11,7 +11,8 @@ examples:
   python -m recipes.plan --budget_gpu_hours 500 --gpu h100      (which preset, how many tokens?)
   python -m recipes.plan --config runs/mine/config.yaml --gpu a100 --against runs/mine      (predicted and measured)
 
-Values of the configuration can be overridden as for recipes.pretrain: --model.X, --data.X, --trainer.X, --run, --max_tokens.
+Values of the configuration can be overridden as for recipes.pretrain: --model.X, --data.X, --trainer.X, --run, --runs_dir,
+--max_tokens.
 """
 
 import json
@@ -19,46 +20,55 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentParser
 from rich.console import Console
+from rich.markup import escape
 
 from lit_gpt_loop.budget import flops_of_gpu_hours
 from lit_gpt_loop.devices import Device, find_device
 from lit_gpt_loop.memory import GIB
-from lit_gpt_loop.plan_check import compare_plan
+from lit_gpt_loop.plan_check import compare_plan, read_measurements, spec_differences
 from lit_gpt_loop.plan_config import matmul_dtype, merge, peak_flops_table, read_run_spec
+from lit_gpt_loop.plan_input import check_options, newest_config, read_yaml, split_arguments
 from lit_gpt_loop.plan_tables import (
+    budget_line,
     comparison_table,
+    cost_line,
     draw_schedule,
     proposal_line,
     proposals_table,
     render,
 )
 from lit_gpt_loop.run_plan import RunPlan, plan_run, propose_preset
-
-_OVERRIDES = ("--model.", "--data.", "--trainer.", "--run", "--max_tokens")
+from lit_gpt_loop.run_spec import RunSpec
+from recipes.help import Help
 
 
 def main(args: list[str] | None = None) -> RunPlan | None:
     """Run the command line; return the plan (None if only a budget was asked about)."""
-    own, overrides = _split_arguments(sys.argv[1:] if args is None else args)
+    own, overrides = split_arguments(sys.argv[1:] if args is None else args)
     options = _parser().parse_args(own)
+    check_options(vars(options))
+    run_dir = Path(options.against) if options.against else None
+    rows = read_measurements(run_dir) if run_dir is not None else []
+    files = [Path(path) for path in options.config or []]
+    if run_dir is not None and not files:
+        files = [_config_of(run_dir)]
+    config: dict[str, Any] = {}
+    for path in files:
+        config = merge(config, read_yaml(path))
+    config = merge(config, overrides)
+    trainer = config.get("trainer")
+    trainer = trainer if isinstance(trainer, dict) else {}  # read_run_spec refuses anything else
+    device = _device(options, str(trainer.get("precision") or "bf16-mixed"))
     console = Console(width=max(Console().width, 132), highlight=False)
-    budget_flops = _budget(options)
+    budget_flops = _budget(options, device)
     if budget_flops is not None:
-        proposals = propose_preset(budget_flops)
-        console.print(proposals_table(budget_flops, proposals))
-        console.print(proposal_line(budget_flops, proposals[0]))
-    if not options.config:
+        _propose(console, budget_flops, device, options)
+    if not files:
         if budget_flops is None:
             raise ValueError("nothing to plan: give --config FILE, or --budget_flops or --budget_gpu_hours")
         return None
-    config: dict[str, Any] = {}
-    for path in options.config:
-        config = merge(config, _read_yaml(Path(path)))
-    config = merge(config, overrides)
-    precision = str((config.get("trainer") or {}).get("precision") or "bf16-mixed")
     notes: list[str] = []
     settings = (
         {"corpus_tokens": options.corpus_tokens, "is_corpus_estimated": False}
@@ -67,35 +77,34 @@ def main(args: list[str] | None = None) -> RunPlan | None:
     )
     spec = read_run_spec(
         config,
-        Path(options.config[-1]).stem,
+        files[-1].stem,
         notes,
         num_devices=options.devices,
-        device=_device(options, precision),
+        device=device,
         devices_per_node=options.gpus_per_node,
         mfu=options.mfu,
         price_per_gpu_hour=options.price_per_gpu_hour,
         write_bytes_per_s=options.disk_gb_per_s * 1e9,
         node_mtbf_s=options.node_mtbf_hours * 3600.0,
+        restart_s=options.restart_s,
         **settings,
     )
+    if options.price_per_gpu_hour is not None and (device is None or device.peak_flops is None):
+        notes.append("price: unknown without the time; add --gpu NAME (or --peak_tflops)")
     plan = plan_run(spec)
-    render(console, plan, spec.device, notes)
-    if options.against:
-        file = Path(options.against) / "journal.jsonl"
-        if not file.is_file():
-            raise FileNotFoundError(f"--against takes a run's directory, and there is no {file}")
-        lines = [
-            line for line in file.read_text().splitlines() if line.startswith("{") and line.endswith("}")
-        ]
-        console.print(comparison_table(compare_plan(plan.to_dict(), map(json.loads, lines))))
+    render(console, plan, device, notes)
+    if budget_flops is not None:
+        console.print(budget_line(budget_flops, plan))
+    if run_dir is not None:
+        _compare(console, spec, plan, run_dir, rows)
     if options.out != "none":
-        out = Path(options.out or Path(config.get("runs_dir") or "runs") / spec.name / "plan")
-        _write(console, plan, out)
+        root = trainer.get("default_root_dir") or Path(config.get("runs_dir") or "runs") / spec.name
+        _write(console, plan, Path(options.out or Path(root) / "plan"))
     return plan
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="python -m recipes.plan", description=__doc__)
+    parser = ArgumentParser(prog="python -m recipes.plan", description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add(
         "--config",
@@ -159,6 +168,12 @@ def _parser() -> ArgumentParser:
     )
     add("--node_mtbf_hours", type=float, default=8760.0, help="Mean time between failures of one node.")
     add(
+        "--restart_s",
+        type=float,
+        default=300.0,
+        help="Seconds from a failure to the first new update: finding it, starting, loading.",
+    )
+    add(
         "--budget_flops",
         type=float | None,
         default=None,
@@ -185,42 +200,6 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _split_arguments(args: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return our own arguments, and those that override the configuration as a nested dict."""
-    own, pairs, items = [], [], list(args)
-    while items:
-        word = items.pop(0)
-        key, has_value, value = word.partition("=")
-        if not (key.startswith(_OVERRIDES[:3]) or key in _OVERRIDES[3:]):
-            # A repeated --config adds a file.
-            own.append(word.replace("--config", "--config+", 1) if key == "--config" else word)
-            continue
-        if not has_value:
-            if not items:
-                raise ValueError(f"{word} needs a value")
-            value = items.pop(0)
-        pairs.append((key[2:], yaml.safe_load(value)))
-    nested: dict[str, Any] = {}
-    for key, parsed in pairs:
-        *path, last = key.split(".")
-        place = nested
-        for part in path:
-            place = place.setdefault(part, {})
-        place[last] = parsed
-    return own, nested
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no configuration at {path}: give a YAML file such as configs/quickstart.yaml"
-        )
-    content = yaml.safe_load(path.read_text())
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no configuration: expected keys such as trainer, model and data")
-    return content
-
-
 def _device(options: Any, precision: str) -> Device | None:
     if options.gpu is None and options.peak_tflops is None and options.device_memory_gib is None:
         return None
@@ -238,15 +217,51 @@ def _device(options: Any, precision: str) -> Device | None:
     )
 
 
-def _budget(options: Any) -> float | None:
+def _budget(options: Any, device: Device | None) -> float | None:
+    """Return the FLOPs that are to be spent, None if no budget was given."""
     if options.budget_flops is not None and options.budget_gpu_hours is not None:
         raise ValueError("--budget_flops and --budget_gpu_hours say the same: give one of them")
     if options.budget_gpu_hours is None:
         return options.budget_flops
-    device = _device(options, "bf16-mixed")
     if device is None or device.peak_flops is None:
         raise ValueError("--budget_gpu_hours needs to know the device: add --gpu h100 (or --peak_tflops)")
     return flops_of_gpu_hours(options.budget_gpu_hours, device.peak_flops, options.mfu)
+
+
+def _propose(console: Console, flops: float, device: Device | None, options: Any) -> None:
+    proposals = propose_preset(flops)
+    console.print(proposals_table(flops, proposals))
+    console.print(cost_line(flops, device, options.mfu, options.devices or 1, options.price_per_gpu_hour))
+    console.print(proposal_line(flops, proposals[0]))
+
+
+def _config_of(run_dir: Path) -> Path:
+    path = newest_config(run_dir)
+    if path is None:
+        raise FileNotFoundError(
+            f"{run_dir} holds no config.yaml: give the run's configuration by --config FILE"
+        )
+    return path
+
+
+def _compare(
+    console: Console, spec: RunSpec, plan: RunPlan, run_dir: Path, rows: list[dict[str, Any]]
+) -> None:
+    """Print what a run measured beside the plan, and whether it is the run that was planned."""
+    path = newest_config(run_dir)
+    trained: RunSpec | None = None
+    warning = f"{run_dir} holds no config.yaml, which would say whether it is the run planned here"
+    if path is not None:
+        try:
+            trained = read_run_spec(read_yaml(path), path.stem, [])
+            differences = ", ".join(spec_differences(spec, trained))
+            warning = f"{path} is not the run planned here: {differences}" if differences else ""
+        except ValueError as e:
+            warning = f"whether {path} is the run planned here cannot be said: {e}"
+    if warning:
+        console.print(f"\n[bold red]warning[/bold red]: {escape(warning)}")
+    on_cpu = "cpu" in (plan.device_type, trained.device_type if trained is not None else "")
+    console.print(comparison_table(compare_plan(plan.to_dict(), rows, on_cpu)))
 
 
 def _write(console: Console, plan: RunPlan, out: Path) -> None:
