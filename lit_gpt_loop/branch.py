@@ -6,6 +6,7 @@ with branches: Hu et al. 2024 (arXiv:2404.06395), Hagele et al. 2024 (arXiv:2405
 """
 
 import copy
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,8 +15,9 @@ from typing import Any
 
 from lit_gpt_loop.config import GPTConfig
 from lit_gpt_loop.resume import differences
-from lit_gpt_loop.schedules import Schedule
+from lit_gpt_loop.schedules import Schedule, ScheduleConfig
 
+BRANCH_FILE = "branch.json"  # in its run directory
 _OPTIMIZER = ("lr", "betas", "eps", "weight_decay")
 _LINKED = ("vocab_size", "context_length", "in_document_attention")
 
@@ -58,12 +60,14 @@ class Branch:
         request: what was asked.
         parent_step: the update at which it was cut, skipped ones counted.
         parent_tokens: tokens that the parent had seen.
-        parent_manifest_sha256: hash of the checkpoint's manifest.
+        parent_manifest_sha256: the field `sha256` of the checkpoint's manifest.json: the manifest's hash of itself without that
+            field and without `verified`, which is written later (callbacks.checkpoint_retention.manifest_hash).
         checkpoint: the checkpoint's state, where the parent has it.
         warmup_steps: the parent's warmup, in updates.
         decay_steps: updates of decay, from the first one on.
         total_steps: the update at which it ends, skipped ones counted.
         skipped_updates: of the parent, up to the cut; they are not in the schedule.
+        parent_lineage: where the parent itself comes from, as its manifest says; None if from nowhere.
     """
 
     name: str
@@ -76,11 +80,56 @@ class Branch:
     decay_steps: int
     total_steps: int
     skipped_updates: int = 0
+    parent_lineage: dict[str, Any] | None = None
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Branch":
         """Return the branch that `dataclasses.asdict` wrote."""
         return cls(**{**values, "request": Request(**values["request"])})
+
+    @property
+    def group(self) -> str:
+        """Name of the oldest run that it comes from, under which W&B shows them all."""
+        return lineage_root(self.request.parent_run, self.parent_lineage)
+
+    def schedule_config(self) -> ScheduleConfig:
+        """Return what its configuration says of the schedule."""
+        return ScheduleConfig(
+            kind="wsd",
+            warmup_steps=self.warmup_steps,
+            decay_steps=self.decay_steps,
+            decay_shape=self.request.shape,  # type: ignore[arg-type]
+            final_ratio=self.request.final_ratio,
+            skipped_updates=self.skipped_updates,
+        )
+
+    def schedule(self) -> Schedule:
+        """Return its rates."""
+        return self.schedule_config().resolve(self.total_steps)
+
+    def command(self, runs_dir: Path, checkpoint: str | None = None, decay_steps: str | None = None) -> str:
+        """Return the command that continues it, or with another checkpoint or length cuts one like it."""
+        asked = self.request
+        whole = asked.decay_steps >= 1
+        steps = decay_steps or str(int(asked.decay_steps) if whole else asked.decay_steps)
+        name = "" if decay_steps else f" --name {self.name}"
+        return (
+            f"python -m recipes.cooldown --run {runs_dir / asked.parent_run} --from {checkpoint or asked.checkpoint} "
+            f"--decay_steps {steps} --shape {asked.shape} --final_ratio {asked.final_ratio:g}{name}"
+        )
+
+
+def lineage_root(parent_run: str, parent_lineage: Mapping[str, Any] | None) -> str:
+    """Return the name of the oldest run in a lineage."""
+    while parent_lineage:
+        parent_run, parent_lineage = parent_lineage["parent_run"], parent_lineage.get("parent_lineage")
+    return parent_run
+
+
+def read_branch(branch_dir: Path) -> Branch | None:
+    """Return the branch that a run directory holds, None if it is no branch."""
+    file = branch_dir / BRANCH_FILE
+    return Branch.from_dict(json.loads(file.read_text())) if file.is_file() else None
 
 
 def plan_branch(
@@ -135,6 +184,7 @@ def plan_branch(
         decay_steps=decay,
         total_steps=step + decay,
         skipped_updates=step - updates,
+        parent_lineage=manifest.get("lineage"),
     )
 
 
@@ -226,14 +276,7 @@ def branch_config(config: dict[str, Any], branch: Branch, parent_dir: Path) -> d
     config.update(run=branch.name, runs_dir=str(parent_dir.parent), max_tokens=None, ckpt_path=None)
     # max_time: Lightning restores the time that the parent has taken, which would end the branch at once.
     config["trainer"].update(max_steps=branch.total_steps, max_time=None, default_root_dir=None)
-    config["model"]["schedule"] = {
-        "kind": "wsd",
-        "warmup_steps": branch.warmup_steps,
-        "decay_steps": branch.decay_steps,
-        "decay_shape": branch.request.shape,
-        "final_ratio": branch.request.final_ratio,
-        "skipped_updates": branch.skipped_updates,
-    }
+    config["model"]["schedule"] = asdict(branch.schedule_config())
     callbacks = config["trainer"].get("callbacks")
     if isinstance(callbacks, list):
         config["trainer"]["callbacks"] = [

@@ -9,8 +9,9 @@ What it adds to LightningCLI, and why:
 - **Run directory.** `runs/NAME` with config.yaml (config-2.yaml ... when run again), journal.jsonl, checkpoints/, wandb/. One
   process trains there at a time. A configuration is written once training starts, so one that was refused leaves none; every
   checkpoint names the one that trained it (`run_config`).
-- **Restarts.** `--ckpt_path auto` (also the default of fit) means the run's latest checkpoint if there is one. A checkpoint's
-  hyper-parameters never override the configuration: LightningCLI's own merge is switched off, LitGPT prints what differs.
+- **Restarts.** `--ckpt_path auto` (also the default of fit) means the run's latest checkpoint if there is one, else the one of
+  another run that it began from (`run_origin`); config.yaml names none. A checkpoint's hyper-parameters never override the
+  configuration: LightningCLI's own merge is switched off, LitGPT prints what differs.
 - **Strategies by name.** "auto", "ddp", "fsdp" and "fsdp2" mean ours (`lit_gpt_loop.strategies`).
 - **Precision.** Not given means bf16 where the hardware is fast at it, chosen with one printed line.
 """
@@ -20,6 +21,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
+from lit_gpt_loop.branch import Branch, read_branch
 from lit_gpt_loop.budget import updates_for_tokens
 from lit_gpt_loop.checkpoint_files import open_checkpoint
 from lit_gpt_loop.data import TextDataModule
@@ -38,6 +42,14 @@ from lit_gpt_loop.progress import UpdateProgressBar
 from lit_gpt_loop.resume import check_architecture
 from lit_gpt_loop.run_files import KeepConfig, KeepTokenizer, WritePredictions, config_files
 from lit_gpt_loop.run_lock import run_lock
+from lit_gpt_loop.run_origin import (
+    after_the_end,
+    check_branch,
+    find_start,
+    group_of,
+    lineage_of,
+    write_origin,
+)
 from lit_gpt_loop.schedules import Schedule, summarize
 from lit_gpt_loop.strategies import DDP, FSDP, FSDP2, OneDevice
 
@@ -57,6 +69,11 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 
 class PretrainCLI(LightningCLI):
     """See the module docstring. Built and run by `recipes.pretrain`."""
+
+    branch: Branch | None = None  # that this command trains (recipes.cooldown)
+    _begins = False  # without a checkpoint of its own
+    _origin: Path | None = None  # then: the checkpoint of another run that it begins from
+    _lineage: dict[str, Any] | None = None  # what W&B is told of where the run comes from
 
     def __init__(
         self, resolve: Resolve, default_callbacks: Callable[[], list[pl.Callback]] = list, **kwargs: Any
@@ -110,7 +127,7 @@ class PretrainCLI(LightningCLI):
         if config.max_tokens is not None and config.trainer.max_steps not in (-1, None):
             raise ValueError(
                 f"both --max_tokens={config.max_tokens} and trainer.max_steps={config.trainer.max_steps} are given: "
-                "a run has one budget; set the other to null (max_steps: -1)"
+                "a run has one budget; take the other one back with --trainer.max_steps -1 or --max_tokens null"
             )
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
@@ -175,15 +192,21 @@ class PretrainCLI(LightningCLI):
     def _train(self, model: LitGPT, datamodule: TextDataModule, ckpt_path: Any, schedule: Schedule) -> None:
         trainer = self.trainer
         total = trainer.max_steps if trainer.max_steps > 0 else None
-        path = self._checkpoint(ckpt_path or "auto")
-        if path is None and (found := self._checkpoint("auto")) is not None:
-            raise ValueError(
-                f"--ckpt_path none asks for a fresh start, but {self.run_dir} holds checkpoints ({found}): "
-                "choose another --run, or leave --ckpt_path out to continue"
-            )
-        if (
-            path is not None
-        ):  # here as well as in LitGPT: strategies read tensors before the module sees the checkpoint
+        branch = self.branch or read_branch(self.run_dir)
+        if branch is not None:
+            check_branch(branch, self.run_dir, schedule, total)
+        path, self._begins = find_start(
+            str(ckpt_path or "auto"), self.run_dir, self._folder, self._checkpoint, branch, bool(self.branch)
+        )
+        self._origin = path
+        self._lineage = (
+            asdict(branch) if branch else lineage_of(path, self.run_dir, self._folder) if path else None
+        )
+        for logger in trainer.loggers:
+            if isinstance(logger, RunWandbLogger):
+                logger.join(branch.group if branch else group_of(self.run_dir.name, self._lineage))
+        if path is not None:
+            # Here as well as in LitGPT: strategies read tensors before the module sees the checkpoint.
             _, rest = open_checkpoint(path)
             check_architecture(rest.get("hyper_parameters", {}).get("config", {}), model.hparams["config"])
         accumulate, sequences = self._batch(trainer.world_size)
@@ -206,8 +229,7 @@ class PretrainCLI(LightningCLI):
         trainer.fit(model, datamodule=datamodule, ckpt_path=path, weights_only=True)
         if total and trainer.global_step == model.updates_at_start == total:
             rank_zero_info(
-                f"The run was complete at {total} updates: nothing was trained. Raise trainer.max_steps to go on (a wsd schedule "
-                "extends from before its decay), or start another with --run NAME."
+                f"The run was complete at {total} updates: nothing was trained. {after_the_end(schedule, branch, self.run_dir)}"
             )
 
     def after_fit(self) -> None:
@@ -282,21 +304,28 @@ class PretrainCLI(LightningCLI):
     def _checkpoint(self, spec: Any) -> Path | None:
         if str(spec).lower() == "none":
             return None
-        # Where CheckpointRetention was told to save and copy to, if it was.
         saver = next(iter(self.trainer.checkpoint_callbacks), None)
-        folder = getattr(saver, "dirpath", None) or self.run_dir / "checkpoints"
-        return self._resolve(str(spec), Path(folder), getattr(saver, "copy_to", None))
+        return self._resolve(str(spec), self._folder, getattr(saver, "copy_to", None))
+
+    @property
+    def _folder(self) -> Path:
+        """Where CheckpointRetention was told to save, if it was."""
+        saver = next(iter(self.trainer.checkpoint_callbacks), None)
+        return Path(getattr(saver, "dirpath", None) or self.run_dir / "checkpoints")
 
     def _write_config(self) -> dict[str, Any]:
         """Write what this command ran with, linked values included, beside what earlier commands ran with.
+
+        It names no checkpoint: run again, it continues the run. A budget in tokens stays one, so that it can be raised.
 
         Returns:
             What checkpoints say about it: the file's name, its SHA-256, and the global batch in sequences.
         """
         config = self.config[self.subcommand].clone()
         config.pop("config", None)
+        config.ckpt_path = None
         if config.max_tokens is not None:
-            config.max_tokens = None  # max_steps holds it now; both would be two budgets
+            config.trainer.max_steps = -1  # as given; the updates that it pays for would be a second budget
         for key in ("vocab_size", "eot_id"):  # linked at instantiation; parsing left them null
             config.model[key] = getattr(self.datamodule, key)
         text = self._parser(self.subcommand).dump(config, skip_unset=False, skip_link_targets=False)
@@ -304,6 +333,11 @@ class PretrainCLI(LightningCLI):
         if self.trainer.is_global_zero:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
+            if self._begins and self.branch is None:
+                write_origin(self.run_dir, self._origin)
+        for logger in self.trainer.loggers:  # now that training starts: a refused command leaves no W&B run
+            if isinstance(logger, WandbLogger) and self._lineage is not None:
+                logger.log_hyperparams({"lineage": self._lineage})
         return {
             "file": path.name,
             "sha256": hashlib.sha256(text.encode()).hexdigest(),

@@ -180,7 +180,8 @@ class RunWandbLogger(WandbLogger):
         if offline is None:
             offline = not _wants_online()
         kwargs.setdefault("name", self._run_dir.name)
-        # A trunk and the branches cut from it form one group, named after the trunk (recipes.cooldown sets the variable).
+        self._has_users_group = bool(kwargs.get("group") or os.environ.get("WANDB_RUN_GROUP"))
+        # A trunk and all that descends from it form one group, named after the trunk (`join`; recipes.cooldown sets the variable).
         kwargs.setdefault("group", os.environ.get("WANDB_RUN_GROUP") or self._run_dir.name)
         # console="off": wandb would otherwise copy the terminal, progress bar included, into a file.
         if "settings" not in kwargs:
@@ -215,6 +216,11 @@ class RunWandbLogger(WandbLogger):
         )
         self._wandb_init["id"] = f"{self._wandb_init['id']}-{uuid.uuid4().hex[:4]}"
         return super().experiment
+
+    def join(self, group: str) -> None:
+        """Put the W&B run into a group before it starts, unless the user has named one."""
+        if not self._has_users_group:
+            self._wandb_init["group"] = group
 
     def _stored_id(self) -> str | None:
         file = self._run_dir / "wandb" / "run_id"

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
-from lightning.pytorch.loggers import WandbLogger
 
 import lit_gpt_loop  # noqa: F401  refuses compromised releases of Lightning before it is imported
 from callbacks.checkpoint_retention import CheckpointRetention, list_saved
@@ -57,8 +56,8 @@ def main(args: list[str] | None = None) -> PretrainCLI:
     branch_dir = run_dir.parent / branch.name
     is_begun = bool(list_saved(branch_dir / "checkpoints"))
     start = str(start_of(branch, branch_dir))
-    # The user's own group holds trunk and branch; else the trunk's name does.
-    group = os.environ.get("WANDB_RUN_GROUP") or request.parent_run
+    # The user's own group holds trunk and branch; else the name of the oldest run that they come from does.
+    group = os.environ.get("WANDB_RUN_GROUP") or branch.group
     environment = {DECIDED: json.dumps(asdict(branch)), "WANDB_RUN_GROUP": group}
     before = {key: os.environ.get(key) for key in environment}
     os.environ.update(environment)
@@ -89,10 +88,11 @@ def main(args: list[str] | None = None) -> PretrainCLI:
 
 
 class CooldownCLI(PretrainCLI):
-    """`recipes.pretrain fit` for a branch: tells callbacks and loggers where it comes from."""
+    """`recipes.pretrain fit` for a branch: tells callbacks where it comes from."""
 
     def __init__(self, branch: Branch, start: str | None, **kwargs: Any) -> None:
-        self.branch, self.start = branch, start  # None: the branch has a checkpoint of its own
+        self.branch: Branch = branch
+        self.start = start  # None: the branch has a checkpoint of its own
         super().__init__(self._resolve_once, default_callbacks, **kwargs)
 
     def _resolve_once(self, spec: str, folder: Path, copy_to: str | None = None) -> Path | None:
@@ -100,7 +100,7 @@ class CooldownCLI(PretrainCLI):
         return Path(spec) if spec == self.start else resolve(spec, folder, copy_to)
 
     def before_fit(self) -> None:
-        """Record the lineage (Lightning's CLI calls this before `fit`)."""
+        """Tell the callbacks where the branch comes from (Lightning's CLI calls this before `fit`)."""
         request = self.branch.request
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, CheckpointRetention):
@@ -113,9 +113,6 @@ class CooldownCLI(PretrainCLI):
                 }
             if isinstance(callback, RestartEquivalence):
                 callback.is_branch = self.start is not None
-        for logger in self.trainer.loggers:
-            if isinstance(logger, WandbLogger):
-                logger.log_hyperparams({"lineage": asdict(self.branch)})
 
 
 # ---------------------------------------------------------------------------------------------------------- arguments

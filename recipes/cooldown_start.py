@@ -22,11 +22,13 @@ import yaml
 
 from callbacks.checkpoint_retention import CheckpointRetention, list_saved, read_manifest
 from lit_gpt_loop.branch import (
+    BRANCH_FILE,
     Branch,
     Request,
     branch_config,
     checkpoint_places,
     plan_branch,
+    read_branch,
     setting_differences,
 )
 from lit_gpt_loop.checkpoint_files import open_checkpoint
@@ -36,7 +38,7 @@ from lit_gpt_loop.run_lock import RunLockedError, run_lock
 from lit_gpt_loop.schedules import Schedule
 from recipes.pretrain import newest_config
 
-BRANCH_FILE, CONFIG_FILE, START = "branch.json", "cooldown.yaml", ".start"
+CONFIG_FILE, START = "cooldown.yaml", ".start"
 # In the environment of the ranks that Lightning starts with the same command.
 DECIDED = "LIT_GPT_LOOP_BRANCH"
 _TRIES = 3  # to link the latest checkpoint before a trunk that is being trained prunes it
@@ -103,12 +105,6 @@ def forget_start(branch_dir: Path) -> None:
     """Remove the checkpoint that a branch started from, if it has one of its own by now."""
     if list_saved(branch_dir / "checkpoints"):
         shutil.rmtree(branch_dir / START, ignore_errors=True)
-
-
-def read_branch(branch_dir: Path) -> Branch | None:
-    """Return the branch that a run directory belongs to, None if it is no branch."""
-    file = branch_dir / BRANCH_FILE
-    return Branch.from_dict(json.loads(file.read_text())) if file.is_file() else None
 
 
 # ---------------------------------------------------------------------------------------------------------- beginning

@@ -122,10 +122,21 @@ def test_w02_budget_in_tokens_and_batch_in_sequences(place, capsys):
 
 def test_a_token_budget_can_be_run_again_from_the_saved_config(place):
     fit("--trainer.max_steps", "-1", "--max_tokens", "512")
+    own = ["--config", "runs/small/config.yaml"]
     saved = yaml.safe_load((place / "runs/small/config.yaml").read_text())
-    assert (saved["max_tokens"], saved["trainer"]["max_steps"]) == (None, 4)
-    assert main(["fit", "--config", "runs/small/config.yaml"]).model.updates == 4
-    main(["validate", "--config", "runs/small/config.yaml"])
+    assert (saved["max_tokens"], saved["trainer"]["max_steps"]) == (512, -1)
+    assert main(["fit", *own]).model.updates == 4
+    main(["validate", *own])
+    assert main(["fit", *own, "--max_tokens", "768"]).model.updates == 6
+    # In updates instead: what the message names is what works.
+    with pytest.raises(
+        ValueError, match=r"--max_tokens=512 and trainer.max_steps=7 .* or --max_tokens null$"
+    ):
+        main(["fit", *own, "--trainer.max_steps", "7"])
+    assert main(["fit", *own, "--trainer.max_steps", "7", "--max_tokens", "null"]).model.updates == 7
+    with pytest.raises(ValueError, match=r"--trainer.max_steps -1 or"):
+        fit("--max_tokens", "1024")
+    assert fit("--max_tokens", "1024", "--trainer.max_steps", "-1").model.updates == 8
 
 
 def test_bits_per_byte_is_left_out_where_it_is_not_known(place):
