@@ -87,6 +87,28 @@ class Branch:
         """Return the branch that `dataclasses.asdict` wrote."""
         return cls(**{**values, "request": Request(**values["request"])})
 
+    def __str__(self) -> str:
+        asked = self.request
+        return (
+            f"cut from {asked.parent_run} at update {self.parent_step:,}: {asked.shape} decay over {self.decay_steps:,} updates to "
+            f"{asked.final_ratio:g} x peak"
+        )
+
+    def is_same_cut(self, other: "Branch") -> bool:
+        """Return whether another branch starts from the same checkpoint and decays alike, however both were asked for."""
+        mine, theirs = (
+            (b.request.parent_run, b.parent_step, b.parent_manifest_sha256, b.decay_steps, b.request.shape, b.request.final_ratio)
+            for b in (self, other)
+        )  # fmt: skip
+        return mine == theirs
+
+    def default_names(self) -> list[str]:
+        """Return names for its run, the first that is free to be taken; the last one says all that tells it from others."""
+        asked = self.request
+        short = f"{asked.parent_run}-cooldown-{self.parent_step}-{asked.shape}"
+        with_length = f"{short}-{self.decay_steps}"
+        return [short, with_length, f"{with_length}-to-{asked.final_ratio:g}"]
+
     @property
     def group(self) -> str:
         """Name of the oldest run that it comes from, under which W&B shows them all."""
@@ -151,11 +173,12 @@ def plan_branch(
         updates: that had happened by then, skipped ones not counted.
         manifest: the checkpoint's.
         other_steps: the parent's checkpoints, to name one that would do.
-        name: of the branch's run; None makes one of parent, step and shape.
+        name: of the branch's run; None takes the first of `Branch.default_names`.
         runs_dir: where the parent's own parent is looked for, to name it in an error.
 
     Raises:
-        ValueError: it cannot be branched from: no stable phase, warmup not over, decay begun; the message has the remedy.
+        ValueError: it cannot be branched from (no stable phase, warmup not over, decay begun), or a share makes the decay longer
+            than the run before it; the message has the remedy.
     """
     if schedule.kind == "cosine":
         raise ValueError(
@@ -173,6 +196,11 @@ def plan_branch(
         )
     step, share = int(manifest["step"]), request.decay_steps
     decay = max(1, round(updates * share / (1.0 - share))) if share < 1 else int(share)
+    if share < 1 and decay > updates:
+        raise ValueError(
+            f"decay_steps={share:g} is a share of the branch's updates, which makes {decay:,} updates of decay after {updates:,}: more "
+            f"than half of a run is seldom meant. If it is, give the number: --decay_steps {decay}"
+        )
     return Branch(
         name=name or f"{request.parent_run}-cooldown-{step}-{request.shape}",
         request=request,

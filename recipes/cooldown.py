@@ -5,8 +5,9 @@ decay as a run of its own, runs/TRUNK-cooldown-STEP-SHAPE (or --name): weights, 
 checkpoint, the trunk's files stay as they are, and the trunk may train on. Every manifest of the branch names its parent (run, step, hash
 of the manifest, tokens, the parent's own lineage); branch.json and W&B's config say the same, and W&B groups both runs.
 
-The same command again continues a branch that was killed. Different steps, shapes or names are different branches, and may
-run at once.
+The same command again continues a branch that was killed, and so does `recipes.pretrain fit --config runs/BRANCH/config.yaml`.
+Other steps, shapes, lengths, final ratios or names are other branches, and may run at once; where a branch has the default
+name already, the next one gets -DECAY_STEPS or -DECAY_STEPS-to-FINAL_RATIO added.
 
 examples:
   python -m recipes.cooldown --run runs/trunk --from latest --decay_steps 0.2          (a fifth of all its updates decay)
@@ -31,7 +32,8 @@ from callbacks.checkpoint_retention import CheckpointRetention, list_saved
 from callbacks.restart_equivalence import RestartEquivalence
 from lit_gpt_loop.branch import Branch, Request
 from lit_gpt_loop.cli import PretrainCLI
-from recipes.cooldown_start import CONFIG_FILE, DECIDED, forget_start, settle, start_of
+from recipes.cooldown_start import CONFIG_FILE, DECIDED, forget_failed, forget_start, settle, start_of
+from recipes.help import Help
 from recipes.pretrain import default_callbacks, find_run, quiet, resolve, run_command
 
 # What would give the branch another length than its decay.
@@ -62,10 +64,7 @@ def main(args: list[str] | None = None) -> PretrainCLI:
     before = {key: os.environ.get(key) for key in environment}
     os.environ.update(environment)
     if lock is not None:
-        print(
-            f"branch: {branch_dir}, {'continued; it was ' if is_begun else ''}cut from {request.parent_run} at update "
-            f"{branch.parent_step:,}: {request.shape} decay over {branch.decay_steps:,} updates to {request.final_ratio:g} x peak"
-        )
+        print(f"branch: {branch_dir}, {'continued; it was ' if is_begun else ''}{branch}")
     try:
         return CooldownCLI(
             branch,
@@ -78,7 +77,13 @@ def main(args: list[str] | None = None) -> PretrainCLI:
                 "auto" if is_begun else start,
                 *overrides,
             ],
+            # What an unknown argument is told to look at: what --trainer.X and --data.X may be.
+            parser_kwargs={"prog": "python -m recipes.pretrain", "formatter_class": Help},
         )
+    except BaseException:
+        if lock is not None:
+            forget_failed(branch, branch_dir)
+        raise
     finally:
         for key, value in before.items():
             os.environ.pop(key, None) if value is None else os.environ.update({key: value})
@@ -119,7 +124,7 @@ class CooldownCLI(PretrainCLI):
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="python -m recipes.cooldown", description=__doc__)
+    parser = ArgumentParser(prog="python -m recipes.cooldown", description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add("--run", type=str, required=True, help="The trunk: a run's directory, or its name in runs/.")
     add(
@@ -145,7 +150,7 @@ def _parser() -> ArgumentParser:
         "--name",
         type=str | None,
         default=None,
-        help="Name of the branch's run; default TRUNK-cooldown-STEP-SHAPE.",
+        help="Name of the branch's run; default TRUNK-cooldown-STEP-SHAPE, longer where that is another branch's.",
     )
     return parser
 

@@ -1,7 +1,8 @@
 """Where a branch starts: which one a `recipes.cooldown` command means, its directory, and the checkpoint that it is cut from.
 
-RUNS/TRUNK-cooldown-STEP-SHAPE/
+RUNS/TRUNK-cooldown-STEP-SHAPE/   (-DECAY_STEPS, -to-FINAL_RATIO added where another branch has that name)
   branch.json      the branch: a directory without it is no branch yet, whatever a failed start left there
+  config.yaml      training has started: until then the directory is free for another branch
   cooldown.yaml    the trunk's configuration at the checkpoint, with the branch's end and schedule
   .start/          the checkpoint as hard links (copies where the file system has none), until the branch has one of its
                    own: the trunk may prune it meanwhile
@@ -13,8 +14,9 @@ import json
 import os
 import re
 import shutil
+import time
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from lit_gpt_loop.branch import (
 from lit_gpt_loop.checkpoint_files import open_checkpoint
 from lit_gpt_loop.cli import check_run_name
 from lit_gpt_loop.ranks import ask, rank_and_world_size, tell, topic
+from lit_gpt_loop.run_lock import NAME as LOCK
 from lit_gpt_loop.run_lock import RunLockedError, run_lock
 from lit_gpt_loop.schedules import Schedule
 from recipes.pretrain import newest_config
@@ -83,11 +86,15 @@ def _decide(run_dir: Path, request: Request, name: str | None) -> tuple[Branch, 
     if (begun := _begun(run_dir, request, name)) is not None:
         return begun
     pruned: _PrunedError | None = None
-    for _ in range(_TRIES):
+    for left in reversed(range(_TRIES)):
         try:
             return _begin(run_dir, request, name)
         except _PrunedError as e:
             pruned = e
+        except _TakenError:
+            if name is not None or not left:
+                raise
+            time.sleep(0.3)  # by a branch that began just now: until it says what it is
     raise FileNotFoundError(
         f"{pruned} was pruned while the branch was being prepared: name a checkpoint that stays, --from archive:STEP "
         "(CheckpointRetention's archive_every_n_steps), or raise its keep_latest"
@@ -101,6 +108,12 @@ def start_of(branch: Branch, branch_dir: Path) -> Path:
     return kept if kept.exists() else state
 
 
+def forget_failed(branch: Branch, branch_dir: Path) -> None:
+    """Remove the directory of a branch whose command failed before training started, so that its name stays free."""
+    if not _was_trained(branch_dir) and Path(branch.checkpoint).exists():
+        shutil.rmtree(branch_dir, ignore_errors=True)
+
+
 def forget_start(branch_dir: Path) -> None:
     """Remove the checkpoint that a branch started from, if it has one of its own by now."""
     if list_saved(branch_dir / "checkpoints"):
@@ -112,6 +125,10 @@ def forget_start(branch_dir: Path) -> None:
 
 class _PrunedError(Exception):
     """The checkpoint disappeared between finding and keeping it."""
+
+
+class _TakenError(ValueError):
+    """The directory is another run's, or is being trained."""
 
 
 def _begin(run_dir: Path, request: Request, name: str | None) -> tuple[Branch, ExitStack]:
@@ -149,6 +166,8 @@ def _begin(run_dir: Path, request: Request, name: str | None) -> tuple[Branch, E
         name,
         run_dir.parent,
     )
+    if name is None:
+        branch = _named(branch, run_dir.parent)
     try:
         check_run_name(branch.name)
     except ValueError as e:
@@ -168,17 +187,14 @@ def _prepare(
         present = _same_branch(branch, branch_dir)  # again: nobody else begins it now
         is_new = present is None
         if present is not None and list_saved(branch_dir / "checkpoints"):
-            if present.parent_manifest_sha256 != branch.parent_manifest_sha256:
-                raise ValueError(
-                    f"{branch_dir} was cut from another checkpoint of update {present.parent_step}, which the trunk has replaced "
-                    "since: give this one another --name"
-                )
             return present, lock
+        if is_new:
+            _clear(branch_dir)
         _keep(step_dir, manifest, branch_dir)
         _write(branch_dir / CONFIG_FILE, yaml.safe_dump(config, sort_keys=False))
         _write(branch_dir / BRANCH_FILE, json.dumps(asdict(branch), indent=2) + "\n")
     except RunLockedError as e:
-        raise ValueError(f"{e}. For a branch, give another --name") from e
+        raise _TakenError(f"{e}. For a branch, give another --name") from e
     except BaseException:
         if is_new:
             shutil.rmtree(branch_dir, ignore_errors=True)
@@ -187,26 +203,58 @@ def _prepare(
     return branch, lock
 
 
+def _named(branch: Branch, runs_dir: Path) -> Branch:
+    """Return a branch under the name of the directory that holds it already, else under the first of its names that is free."""
+    for folder in sorted(runs_dir.glob(f"{branch.request.parent_run}-cooldown-*")):
+        present = read_branch(folder)
+        if present is not None and present.name == folder.name and present.is_same_cut(branch):
+            return present
+    names = branch.default_names()
+    free = (n for n in names if read_branch(runs_dir / n) is None or _is_free(runs_dir / n))
+    return replace(branch, name=next(free, names[-1]))
+
+
 def _same_branch(branch: Branch, branch_dir: Path) -> Branch | None:
-    """Return the branch of the same request that a directory holds, None if it is free.
+    """Return the same branch if a directory holds it, None if the directory is free.
 
     Raises:
-        ValueError: it holds something else.
+        _TakenError: it holds something else.
     """
     present = read_branch(branch_dir)
-    if (present is None and _is_free(branch_dir)) or (present and present.request == branch.request):
+    if present is not None and present.is_same_cut(branch):
         return present
-    what = f"another branch ({present.request})" if present else "a run that is no branch"
-    raise ValueError(f"{branch_dir} holds {what}: give this one another --name")
+    if _is_free(branch_dir):
+        return None
+    if present is None:
+        what = "a run that is no branch"
+    elif present.parent_step == branch.parent_step and present.request == branch.request:
+        what = f"a branch of another checkpoint of update {present.parent_step:,}, which {branch.request.parent_run} has replaced since"
+    else:
+        what = f"another branch ({present})"
+    raise _TakenError(f"{branch_dir} holds {what}: give this one another --name")
+
+
+def _was_trained(branch_dir: Path) -> bool:
+    """Return whether training has started in a branch's directory."""
+    return any(branch_dir.glob("config*.yaml")) or bool(list_saved(branch_dir / "checkpoints"))
 
 
 def _is_free(branch_dir: Path) -> bool:
     """Return whether a directory is missing or holds nothing but what a start that failed has left."""
     if not branch_dir.exists():
         return True
-    ours = (".lock", "branch.lock", CONFIG_FILE, START, f".{CONFIG_FILE}", f".{BRANCH_FILE}")
+    ours = (".lock", "branch.lock", BRANCH_FILE, CONFIG_FILE, "tokenizer.json", "wandb", "checkpoints")
     names = [p.name for p in branch_dir.iterdir()]
-    return bool(names) and all(name in ours or name.startswith(ours[3:]) for name in names)
+    parts = (START, f".{CONFIG_FILE}", f".{BRANCH_FILE}")
+    left = all(name in ours or name.startswith(parts) for name in names)
+    return bool(names) and left and not _was_trained(branch_dir)
+
+
+def _clear(branch_dir: Path) -> None:
+    """Remove what a start that failed has left in a directory that this process holds."""
+    for path in branch_dir.iterdir():
+        if path.name != LOCK:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _keep(step_dir: Path, manifest: dict[str, Any], branch_dir: Path) -> None:
@@ -284,7 +332,7 @@ def _begun(run_dir: Path, request: Request, name: str | None) -> tuple[Branch, E
 
     With `--from latest` the trunk may have moved on since: such a branch goes on from where it was cut, until it is complete.
     """
-    pattern = name or f"{request.parent_run}-cooldown-*-{request.shape}"
+    pattern = name or f"{request.parent_run}-cooldown-*"
     begun = [(b, d) for d in run_dir.parent.glob(pattern) if (b := read_branch(d)) is not None]
     for branch, folder in sorted(begun, key=lambda item: -item[0].parent_step):
         saved = list_saved(folder / "checkpoints")
