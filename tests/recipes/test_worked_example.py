@@ -9,7 +9,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from recipes.worked_example import Job, compare, make_jobs, markdown, plot, run_jobs, verdict
+from recipes.worked_example import compare, markdown, plot, verdict
+from recipes.worked_example_runs import Job, make_jobs, run_jobs
 
 ROOT = Path(__file__).parents[2]
 # Stands for a training command: appends a journal and ends, like a run that is continued by the same command.
@@ -107,7 +108,7 @@ def test_a_stopped_example_leaves_no_run_behind(tmp_path):
     ran = """
 import pathlib, sys, threading, os, signal, time
 from rich.console import Console
-from recipes.worked_example import Job, run_jobs
+from recipes.worked_example_runs import Job, run_jobs
 folder = pathlib.Path(sys.argv[1])
 code = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
 def stop():
