@@ -33,22 +33,8 @@ from recipes.worked_example_runs import SHAPES, Job, make_jobs, run_jobs
 
 # Quantiles of Student's t for a two-sided 95% interval, by degrees of freedom: any two-sided table.
 _T95 = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-)
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131
+)  # fmt: skip
 
 
 def worked_example(
