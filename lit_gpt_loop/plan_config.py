@@ -4,8 +4,7 @@ Defaults and the names of arguments are those of the constructors, read from the
 configuration says and the plan does not model is refused where it would change the numbers much, else noted.
 """
 
-import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +13,17 @@ from lit_gpt_loop.config import GPTConfig
 from lit_gpt_loop.devices import Device
 from lit_gpt_loop.memory import Strategy
 from lit_gpt_loop.plan_data import describe_data
+from lit_gpt_loop.plan_values import (
+    constructor_values,
+    field_names,
+    field_types,
+    known_fields,
+    typed_fields,
+    whole_number,
+)
 from lit_gpt_loop.run_spec import Retention, RunSpec
 from lit_gpt_loop.schedules import ScheduleConfig
-from lit_gpt_loop.signatures import constant, constructor_arguments, constructor_defaults, trainer_arguments
+from lit_gpt_loop.signatures import constant, trainer_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA, MODULE = ROOT / "lit_gpt_loop" / "data.py", ROOT / "lit_gpt_loop" / "module.py"
@@ -79,15 +86,12 @@ def read_run_spec(
         ValueError: an unknown preset, strategy or argument, a strategy that the plan does not model, a shape that is
             impossible; see each message.
     """
-    _known(config, SECTIONS, "the configuration")
-    trainer = _known(config.get("trainer") or {}, trainer_arguments(), "trainer")
-    data = _with_defaults(config, "data", DATA, "TextDataModule")
-    model = _with_defaults(config, "model", MODULE, "LitGPT")
+    known_fields(config, SECTIONS, "the configuration")
+    trainer = known_fields(config.get("trainer") or {}, trainer_arguments(), "trainer")
+    data = constructor_values(config.get("data") or {}, DATA, "TextDataModule", "data")
+    model = constructor_values(config.get("model") or {}, MODULE, "LitGPT", "model")
     for field in ("context_length", "micro_batch_size", "global_batch_size", "global_batch_tokens"):
-        _whole(data, field, "data.")
-    for field in ("context_length", "micro_batch_size"):
-        if data[field] is None:
-            raise ValueError(f"data.{field} null must be a whole number of at least 1")
+        whole_number(data, field, "data.")
     facts = describe_data(data, notes)
     vocab_size = facts.vocab_size
     if facts.epoch_tokens is None and "corpus_tokens" not in settings:
@@ -129,16 +133,16 @@ def read_run_spec(
                 f"data.global_batch_tokens={data['global_batch_tokens']} is no multiple of data.context_length="
                 f"{data['context_length']}: use {max(1, round(data['global_batch_tokens'] / data['context_length'])) * data['context_length']}"
             )
-    schedule = model["schedule"] or {}
+    schedule = known_fields(model["schedule"] or {}, field_names(ScheduleConfig), "model.schedule")
     return RunSpec(
         name=str(config.get("run") or name),
         config=shape,
         micro_batch=data["micro_batch_size"],
         global_batch=global_batch,
-        accumulation=_whole(trainer, "accumulate_grad_batches", "trainer.") or 1,
+        accumulation=whole_number(trainer, "accumulate_grad_batches", "trainer.") or 1,
         max_steps=_max_steps(trainer),
-        max_tokens=_whole(config, "max_tokens", "--"),
-        schedule=ScheduleConfig(**_known(schedule, _fields(ScheduleConfig), "model.schedule")),
+        max_tokens=whole_number(config, "max_tokens", "--"),
+        schedule=ScheduleConfig(**typed_fields(schedule, field_types(ScheduleConfig), "model.schedule")),
         strategy=strategy,
         num_devices=num_devices,
         devices_per_node=devices_per_node,
@@ -156,7 +160,7 @@ def read_run_spec(
 def _shape(config: Any, overrides: dict[str, Any]) -> GPTConfig:
     if isinstance(config, str):
         return GPTConfig.preset(config, **overrides)
-    return GPTConfig(**_known({**(config or {}), **overrides}, _fields(GPTConfig), "model.config"))
+    return GPTConfig(**known_fields({**(config or {}), **overrides}, field_names(GPTConfig), "model.config"))
 
 
 def _note_preset(name: str, shape: GPTConfig, notes: list[str]) -> None:
@@ -169,45 +173,6 @@ def _note_preset(name: str, shape: GPTConfig, notes: list[str]) -> None:
         own, used = getattr(preset, field), getattr(shape, field)
         if own != used:
             notes.append(f"{label}: {used:,} ({decides}), not the {own:,} of the preset {name}")
-
-
-def _fields(cls: type) -> list[str]:
-    return [f.name for f in fields(cls)]
-
-
-def _with_defaults(config: Mapping[str, Any], section: str, path: Path, class_name: str) -> dict[str, Any]:
-    given = _known(config.get(section) or {}, constructor_arguments(path, class_name), section)
-    return constructor_defaults(path, class_name) | given
-
-
-def _known(values: Any, names: Collection[str], where: str) -> dict[str, Any]:
-    """Return the fields of a section.
-
-    Raises:
-        ValueError: it is no mapping, or has a field that `names` does not list.
-    """
-    if not isinstance(values, Mapping):
-        raise ValueError(
-            f"{where} is {values!r}: it must hold fields, such as {', '.join(sorted(names)[:3])}"
-        )
-    for word in values:
-        if word not in names:
-            close = difflib.get_close_matches(str(word), names, n=2)
-            meant = f"; did you mean {' or '.join(close)}?" if close else "."
-            raise ValueError(f"{where} has no field {word}{meant} It takes {', '.join(sorted(names))}")
-    return dict(values)
-
-
-def _whole(values: Mapping[str, Any], name: str, where: str, least: int = 1) -> int | None:
-    """Return a field that is a whole number, None where it is null.
-
-    Raises:
-        ValueError: it is anything else, or below `least`.
-    """
-    value = values.get(name)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-        raise ValueError(f"{where}{name} {value!r} must be a whole number of at least {least}")
-    return value
 
 
 def _max_steps(trainer: Mapping[str, Any]) -> int | None:
@@ -236,8 +201,8 @@ def _devices(
     is_auto = devices in ("auto", -1, "-1")
     if isinstance(devices, str) and devices.isdecimal():
         devices = int(devices)
-    per_node = 1 if is_auto else _whole({"devices": devices}, "devices", "trainer.") or 1
-    num_nodes = _whole(trainer, "num_nodes", "trainer.") or 1
+    per_node = 1 if is_auto else whole_number({"devices": devices}, "devices", "trainer.") or 1
+    num_nodes = whole_number(trainer, "num_nodes", "trainer.") or 1
     if num_devices is None:
         num_devices = per_node * num_nodes
         if is_auto:
@@ -292,6 +257,8 @@ def _strategy(value: Any, num_devices: int, notes: list[str]) -> tuple[Strategy,
     """Return the strategy and its arguments; one device needs none, several need one that spreads."""
     args: dict[str, Any] = {}
     if isinstance(value, Mapping):
+        if "class_path" not in value:
+            raise ValueError(f"trainer.strategy {dict(value)} names no class: give class_path and init_args")
         args, value = dict(value.get("init_args") or {}), value["class_path"]
     word = str(value).split(".")[-1].lower()
     if word != "auto" and word not in _STRATEGIES:
@@ -349,7 +316,13 @@ def _retention(callbacks: Any, val_check_interval: Any) -> Retention | None:
         found[path.split(".")[-1]] = args
     if "CheckpointRetention" not in found:
         return None
-    values = constructor_defaults(RETENTION, "CheckpointRetention") | found["CheckpointRetention"]
+    name = "CheckpointRetention"
+    values = constructor_values(found[name], RETENTION, name, name)
+    for field, least in (("every_n_steps", 1), ("keep_latest", 1), ("keep_best", 0)):
+        whole_number(values, field, f"{name}.", least)
+    archive = values["archive_every_n_steps"]
+    for step in archive if isinstance(archive, list) else [archive]:
+        whole_number({"archive_every_n_steps": step}, "archive_every_n_steps", f"{name}.")
     if not values["monitor"]:
         values["keep_best"] = 0
     values["keeps_verified"] = "RestartEquivalence" in found

@@ -6,6 +6,7 @@ callback or Lightning would take longer than the plan may.
 
 import ast
 import importlib.util
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,52 @@ def constructor_defaults(path: Path, class_name: str) -> dict[str, Any]:
             except ValueError:
                 continue
     return found
+
+
+def constructor_types(path: Path, class_name: str) -> dict[str, str]:
+    """Return argument -> annotation of a class' `__init__`, as its source has it; arguments without one are left out.
+
+    Raises:
+        ValueError: the file has no such class with an `__init__`.
+    """
+    arguments = _constructor(path, class_name)
+    return {
+        a.arg: ast.unparse(a.annotation)
+        for a in (*arguments.args[1:], *arguments.kwonlyargs)
+        if a.annotation is not None
+    }
+
+
+_PLAIN: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+    "Literal": (str,),
+    "None": (type(None),),
+    "list": (list, tuple),
+    "tuple": (list, tuple),
+    "dict": (Mapping,),
+}
+
+
+def accepts(annotation: str, value: Any) -> bool:
+    """Return whether a value read from YAML is of an annotated type.
+
+    Looked at are int, float, bool, str, None, Literal (as str), list, tuple and dict, and what a list holds. Other types in a
+    union are left out of account, and if there is nothing else, everything is accepted.
+    """
+    has_plain = False
+    for part in annotation.split(" | "):
+        name, _, inner = part.partition("[")
+        types = _PLAIN.get(name.rsplit(".", 1)[-1])
+        has_plain |= types is not None
+        if types is None or not isinstance(value, types) or (isinstance(value, bool) and name != "bool"):
+            continue
+        items = value if name == "list" and inner and isinstance(value, list | tuple) else ()
+        if all(accepts(inner.removesuffix("]"), item) for item in items):
+            return True
+    return not has_plain
 
 
 def constant(path: Path, name: str) -> Any:

@@ -44,7 +44,7 @@ def config_file(tmp_path):
         (["--trainer.num_nodes", "0"], "trainer.num_nodes 0 must be"),
         (["--trainer.accumulate_grad_batches", "1.5"], "trainer.accumulate_grad_batches 1.5 must be"),
         (["--data.micro_batch_size", "0"], "data.micro_batch_size 0 must be"),
-        (["--data.context_length", "null"], "data.context_length null must be"),
+        (["--data.context_length", "null"], "data.context_length null must be of type int"),
         (
             ["--data.global_batch_size", "8"],
             "data.global_batch_size 8 and data.global_batch_tokens 262144: give one",
@@ -66,8 +66,8 @@ def config_file(tmp_path):
             "--data.x.y sets a part of what another argument sets as a whole",
         ),
         (
-            ["--data.corpus_options", "3", "--model.schedule", "wsd"],
-            "model.schedule is 'wsd': it must hold fields",
+            ["--model.schedule", "wsd"],
+            r"model.schedule 'wsd' must be of type ScheduleConfig \| dict",
         ),
         (
             ["--max_tokens", "1000", "--trainer.max_steps", "-1"],
