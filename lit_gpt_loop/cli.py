@@ -18,7 +18,6 @@ What it adds to LightningCLI, and why:
 
 import hashlib
 import re
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -38,12 +37,12 @@ from lit_gpt_loop.checkpoint_files import open_checkpoint
 from lit_gpt_loop.data import TextDataModule
 from lit_gpt_loop.journal import JournalLogger, RunWandbLogger
 from lit_gpt_loop.module import LitGPT
+from lit_gpt_loop.next_steps import after_the_end, next_commands
 from lit_gpt_loop.progress import UpdateProgressBar
 from lit_gpt_loop.resume import check_architecture
 from lit_gpt_loop.run_files import KeepConfig, KeepTokenizer, WritePredictions, config_files
 from lit_gpt_loop.run_lock import run_lock
 from lit_gpt_loop.run_origin import (
-    after_the_end,
     check_branch,
     find_start,
     group_of,
@@ -260,17 +259,10 @@ class PretrainCLI(LightningCLI):
         if not (self.run_dir / "checkpoints").is_dir():
             return
         print("next:")
-        print(f"  {_python()} -m recipes.sample --run {self.run_dir} --prompt 'Once upon a time'")
-        print(f"  {_python()} -m recipes.evaluate --run {self.run_dir} --checkpoint best")
+        budget = "--trainer.max_steps" if self.config[self.subcommand].max_tokens is None else "--max_tokens"
         newest = config_files(self.run_dir)[0]
-        print(
-            f"  {_python()} -m recipes.plan --config {newest} --against {self.run_dir}   (predicted and measured)"
-        )
-        schedule = self.model.schedule
-        if schedule is not None and schedule.decay_start is None:  # past a decay there is nothing to extend
-            print(
-                f"  {_python()} -m recipes.pretrain fit --config {newest} --trainer.max_steps N   (more updates)"
-            )
+        for command in next_commands(self.run_dir, newest, self.model.schedule, self.model.updates, budget):
+            print(f"  {command}")
 
     def _evaluate(
         self, verb: str, model: LitGPT, datamodule: TextDataModule, ckpt_path: Any, **kwargs: Any
@@ -353,12 +345,6 @@ def check_run_name(name: str) -> None:
     """
     if not re.fullmatch(r"[\w.+-]+", name) or not name.strip("."):
         raise ValueError(f"run name {name!r} may hold letters, digits and . + - _ only: it names a directory")
-
-
-def _python() -> str:
-    """Return how the user calls this Python: relative where it lies below the working directory."""
-    executable = Path(sys.executable)
-    return str(executable.relative_to(Path.cwd())) if executable.is_relative_to(Path.cwd()) else "python"
 
 
 def choose_precision(accelerator: Any) -> tuple[str, str]:

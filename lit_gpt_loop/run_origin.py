@@ -174,18 +174,3 @@ def check_branch(branch: Branch, run_dir: Path, schedule: Schedule, max_steps: i
         f"at update {branch.total_steps}, so it can be neither extended nor given another schedule (trainer.max_steps="
         f"{max_steps}, {schedule.kind}). Cut another one: {branch.command(run_dir.parent, f'archive:{branch.parent_step}', 'N')}"
     )
-
-
-def after_the_end(schedule: Schedule, branch: Branch | None, run_dir: Path) -> str:
-    """Say how training can go on after a run that was complete before it began."""
-    if branch is not None:
-        again = branch.command(run_dir.parent, f"archive:{branch.parent_step}", "N")
-        return f"A branch ends where its decay does: cut another one ({again})."
-    if schedule.decay_start is None:
-        return f"Raise trainer.max_steps or --max_tokens to go on, or cut a decay off it (python -m recipes.cooldown --run {run_dir})."
-    if schedule.kind == "cosine":
-        return "A cosine ends where it was planned to: start another run with --run NAME."
-    return (
-        f"Its rate has decayed since update {schedule.decay_start}: to go on, begin another run from a checkpoint before that, "
-        "--run NAME --ckpt_path PATH with a larger trainer.max_steps."
-    )

@@ -108,6 +108,8 @@ def quiet() -> None:
     warnings.filterwarnings(
         "ignore", message=r".*args parameter is intended to run from within Python.*"
     )  # other recipes do
+    # LitGPT's own: torchmetrics has summed these over all ranks already.
+    warnings.filterwarnings("ignore", message=r".*self\.log\('(val|test|progress)/.*sync_dist=True.*")
 
 
 def default_callbacks() -> list[pl.Callback]:

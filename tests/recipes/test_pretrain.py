@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import yaml
 
 from lit_gpt_loop.journal import read_journal
 from lit_gpt_loop.trained import read_run
-from recipes.pretrain import find_checkpoint, find_run, main, newest_config, run_command
+from recipes.pretrain import find_checkpoint, find_run, main, newest_config, quiet, run_command
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -317,3 +318,23 @@ def test_another_micro_batch_continues_with_the_same_samples_and_intervals(place
     assert [r["progress/samples"] for r in small] == [r["progress/samples"] for r in whole]
     assert [r["train/loss"] for r in small] == pytest.approx([r["train/loss"] for r in whole], rel=1e-5)
     assert [r["step"] for r in read_journal("runs/small", "validation")] == [2, 3, 4, 6, 7]
+
+
+def test_a_warning_about_sums_over_ranks_is_left_out_where_they_are_summed_already():
+    """Lightning's text, as it stands in its source: a user's own metric keeps the warning."""
+    import inspect
+
+    from lightning.pytorch.trainer.connectors.logger_connector import result
+
+    assert (
+        "It is recommended to use `self.log({result_metric.meta.name!r}, ..., sync_dist=True)`"
+        in inspect.getsource(result)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet()
+        for name in ("val/loss", "test/ppl", "progress/tokens", "mine/loss"):
+            warnings.warn(
+                f"It is recommended to use `self.log({name!r}, ..., sync_dist=True)` when", stacklevel=1
+            )
+    assert [str(w.message).split("'")[1] for w in caught] == ["mine/loss"]
