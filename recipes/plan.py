@@ -9,7 +9,7 @@ examples:
   python -m recipes.plan --config configs/llama_1b_fsdp.yaml --devices 64 --gpu h100 --mfu 0.45
   python -m recipes.plan --config configs/gpt2_124m.yaml --trainer.max_steps 50000 --data.micro_batch_size 32
   python -m recipes.plan --budget_gpu_hours 500 --gpu h100      (which preset, how many tokens?)
-  python -m recipes.plan --config runs/mine/config.yaml --gpu a100 --against runs/mine      (predicted and measured)
+  python -m recipes.plan --against runs/mine --gpu a100         (predicted and measured)
 
 Values of the configuration can be overridden as for recipes.pretrain: --model.X, --data.X, --trainer.X, --run, --runs_dir,
 --max_tokens.
