@@ -79,6 +79,9 @@ def find_start(
         ValueError: it would mix two runs in one directory, or the run began from a checkpoint that is gone.
     """
     word = spec.lower()
+    # The same command again, also when the parent has pruned that checkpoint meanwhile.
+    if _began_from(run_dir, spec) and (own := resolve("auto")) is not None:
+        return own, False
     given = resolve(spec) if word not in ("auto", "none") else None
     if given is not None and not is_of_another_run(given, run_dir, folder):
         return given, False
@@ -133,6 +136,15 @@ def write_origin(run_dir: Path, checkpoint: Path | None) -> None:
     found = manifest_of(checkpoint)
     sha256 = found[1].get("sha256") if found else None
     file.write_text(json.dumps({"checkpoint": str(checkpoint.resolve()), "manifest_sha256": sha256}) + "\n")
+
+
+def _began_from(run_dir: Path, spec: str) -> bool:
+    """Return whether a run began from the checkpoint that a path names: its state, or its step directory."""
+    file = run_dir / ORIGIN_FILE
+    if not file.is_file():
+        return False
+    state = Path(json.loads(file.read_text())["checkpoint"])
+    return Path(spec).resolve() in (state, state.parent)
 
 
 def read_origin(run_dir: Path) -> Path | None:

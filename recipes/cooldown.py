@@ -2,8 +2,9 @@
 
 A run whose rate is stable (warmup-stable-decay, before its decay) can be decayed from any of its checkpoints. This trains that
 decay as a run of its own, runs/TRUNK-cooldown-STEP-SHAPE (or --name): weights, moments, RNG, data and settings go on from the
-checkpoint, the trunk's files stay as they are, and the trunk may train on. Every manifest of the branch names its parent (run, step, hash
-of the manifest, tokens, the parent's own lineage); branch.json and W&B's config say the same, and W&B groups both runs.
+checkpoint, the trunk's files stay as they are, and the trunk may train on. Every manifest of the branch names its parent (run,
+step, the field sha256 of its manifest.json, tokens, the parent's own lineage); branch.json and W&B's config say the same, and
+W&B groups a trunk and all that descends from it.
 
 The same command again continues a branch that was killed, and so does `recipes.pretrain fit --config runs/BRANCH/config.yaml`.
 Other steps, shapes, lengths, final ratios or names are other branches, and may run at once; where a branch has the default

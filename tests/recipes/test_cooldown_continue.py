@@ -1,5 +1,6 @@
 """A run's own config.yaml continues the run: a branch as a branch, a second generation from its own checkpoints."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -137,8 +138,10 @@ def test_a_second_generation_that_was_killed_before_its_first_save_begins_where_
     train("gen2", 11, "--ckpt_path", "elsewhere/trunk/checkpoints/step-00000010", *STABLE)
     shutil.rmtree("runs/gen2/checkpoints")
     assert fit("gen2").model.updates_at_start == 10
-    shutil.rmtree("runs/gen2/checkpoints")
     shutil.rmtree("elsewhere/trunk/checkpoints/step-00000010")
+    again = ("--ckpt_path", "elsewhere/trunk/checkpoints/step-00000010", *STABLE)
+    assert train("gen2", 12, *again).model.updates_at_start == 11, "its parent has pruned where it began"
+    shutil.rmtree("runs/gen2/checkpoints")
     with pytest.raises(ValueError, match=r"runs/gen2 began from .*step-00000010.* no longer there"):
         fit("gen2")
 
@@ -149,6 +152,10 @@ def test_a_second_generation_and_its_branch_are_of_the_trunks_group(trunk):
     lock.close()
     manifest = read_manifest(Path("runs/gen3/checkpoints/step-00000012"))
     assert branch.group == "trunk" and branch.parent_lineage == manifest["lineage"]
+    # Which hash it is, by the README's words: of the manifest as canonical JSON, without `sha256` and `verified`.
+    hashed = {key: value for key, value in manifest.items() if key not in ("sha256", "verified")}
+    text = json.dumps(hashed, sort_keys=True, separators=(",", ":"))
+    assert branch.parent_manifest_sha256 == manifest["sha256"] == hashlib.sha256(text.encode()).hexdigest()
     assert (
         json.loads(Path(f"runs/{branch.name}/branch.json").read_text())["parent_lineage"]["parent_step"] == 10
     )
