@@ -22,6 +22,7 @@ from rich.progress import (
 )
 
 SHAPES = ("1-sqrt", "linear")
+POLL_S = 0.5
 
 
 @dataclass
@@ -198,7 +199,7 @@ def run_jobs(plan: list[Job], at_once: int, console: Console) -> None:
                         job.process = subprocess.Popen(job.command, env=environment, stdout=log, stderr=log)
                 names = "; ".join(job.name for job in plan if job.process is not None)
                 progress.update(bar, completed=sum(job.done for job in plan), description=names or "updates")
-                time.sleep(0.5)
+                time.sleep(POLL_S)
             progress.update(bar, completed=total, description="updates")
         finally:
             processes = [job.process for job in plan if job.process is not None]

@@ -112,6 +112,7 @@ def _on_ranks(folder, text):
     return out
 
 
+@pytest.mark.slow
 def test_ranks_give_the_numbers_of_one_process(ranks2, tmp_path, text):
     fit(tmp_path / "one", make(), text)
     one = numbers(tmp_path / "one")

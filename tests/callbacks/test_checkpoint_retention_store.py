@@ -96,6 +96,7 @@ def test_a_store_that_fails_is_retried_and_never_stops_training(tmp_path, monkey
     assert not (tmp_path / "store" / "step-00000004" / "manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_a_slow_store_does_not_hold_training_up(tmp_path, monkeypatch):
     put_file, ends = LocalFileSystem.put_file, []
 

@@ -159,6 +159,7 @@ def through_dcp(folder: Path, out: Path) -> dict:
 
 
 @pytest.mark.case("C40")
+@pytest.mark.slow
 def test_c40_any_layout_loads_what_any_other_saved(ranks2, ranks4, tmp_path):
     one = run("one", 2, save_to=tmp_path / "one")
     assert {k.split("/")[0] for k in one["end"]} == {"w", "m"}
@@ -186,6 +187,7 @@ def test_c40_any_layout_loads_what_any_other_saved(ranks2, ranks4, tmp_path):
 
 
 @pytest.mark.case("C40")
+@pytest.mark.slow
 def test_c40_what_ranks_trained_continues_elsewhere(ranks2, ranks4, tmp_path):
     jobs = [((layout, 2), {"save_to": tmp_path / f"{layout}-2"}) for layout in ("ddp", "fsdp", "fsdp2")]
     trained = dict(zip(("ddp", "fsdp", "fsdp2"), ranks2.run(run_many, jobs)[0], strict=True))

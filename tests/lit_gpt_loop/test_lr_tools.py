@@ -280,6 +280,7 @@ def on_ranks(folder):
     return results
 
 
+@pytest.mark.slow
 def test_on_two_ranks_everything_is_put_back(ranks2, tmp_path):
     first, second = ranks2.run(on_ranks, str(tmp_path))
     for (name, same_samples, same_weights, losses), other in zip(first, second, strict=True):
@@ -313,6 +314,7 @@ def clipped_on_ranks():
     return [(case, *range_jobs.losses_of_test(*case)) for case in cases]
 
 
+@pytest.mark.slow
 def test_only_the_rate_differs_on_two_ranks(ranks2):
     first, second = ranks2.run(clipped_on_ranks)
     assert first == second

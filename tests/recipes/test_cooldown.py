@@ -14,6 +14,7 @@ import torch
 
 from callbacks.checkpoint_retention import list_saved, read_manifest
 from recipes import cooldown
+from tests.distributed.ranks import free_port
 from tests.recipes.trunk import (
     ROOT,
     cut,
@@ -85,6 +86,7 @@ def test_c30_extending_is_as_if_it_had_been_planned_so(shared, long):
 
 
 @pytest.mark.case("C30")
+@pytest.mark.slow
 def test_c30_a_token_budget_extends_like_a_number_of_updates(shared, long):
     """An update has 4 rows of 32 tokens; 30 updates are 3,840, and what does not pay for another one is not spent."""
     shutil.copytree("runs/trunk", "runs/budget")
@@ -142,6 +144,7 @@ def test_a_branch_is_as_if_the_trunk_had_decayed_there(shared):
     assert rest["lit_gpt"]["tokens"] == their_rest["lit_gpt"]["tokens"] == 14 * 4 * 32
 
 
+@pytest.mark.slow
 def test_a_branch_after_skipped_updates_ends_at_its_final_rate(place):
     """Two updates without a gradient do not count in the schedule; the branch decays over its own four all the same."""
     import lightning.pytorch as pl
@@ -171,6 +174,7 @@ def test_the_trunk_goes_on_while_branches_are_cut_from_it(place):
     assert list(branch) == [6, 7, 8, 9, 10] and branch[10] == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_lineage_through_two_generations(shared):
     cut("--from", "archive:10", "--decay_steps", 6, "--shape", "linear", "--name", "child")
     # The child decays and has nothing from before: where it was cut itself is what can be branched from.
@@ -333,7 +337,7 @@ def test_a_branch_starts_under_a_launcher(shared, launcher):
             "--nproc_per_node",
             "2",
             "--master_port",
-            "29617",
+            str(free_port()),
             "-m",
             "--",
         ]

@@ -66,6 +66,7 @@ def journal_steps(run):
 # --- branches ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_branchs_own_configuration_continues_the_branch(trunk, monkeypatch):
     args = ("--from", "archive:10", "--decay_steps", 6, "--shape", "linear", "--name")
     cut(*args, "whole")
@@ -83,6 +84,7 @@ def test_a_branchs_own_configuration_continues_the_branch(trunk, monkeypatch):
     assert lineages[0] == lineages[1] and lineages[0]["decay_steps"] == 6
 
 
+@pytest.mark.slow
 def test_a_branch_that_is_complete_is_neither_extended_nor_begun_again(trunk, capsys):
     cut("--from", "archive:10", "--decay_steps", 2, "--shape", "linear", "--name", "done")
     saved = digests("runs/done/checkpoints")
@@ -118,6 +120,7 @@ def test_a_branch_without_a_checkpoint_is_continued_by_the_command_that_began_it
 # --- second generations ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_second_generation_goes_on_from_its_own_checkpoints(trunk):
     """`trunk` compares every file of the parent before and after."""
     parent = ("--ckpt_path", "runs/trunk/checkpoints/step-00000010")
@@ -133,6 +136,7 @@ def test_a_second_generation_goes_on_from_its_own_checkpoints(trunk):
         train("gen1", 16, "--ckpt_path", "runs/trunk/checkpoints/step-00000005", *STABLE)
 
 
+@pytest.mark.slow
 def test_a_second_generation_that_was_killed_before_its_first_save_begins_where_it_did(trunk):
     shutil.copytree(trunk, "elsewhere/trunk", dirs_exist_ok=True)
     train("gen2", 11, "--ckpt_path", "elsewhere/trunk/checkpoints/step-00000010", *STABLE)

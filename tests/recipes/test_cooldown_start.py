@@ -92,6 +92,7 @@ def test_a_command_that_was_refused_leaves_no_configuration(trunk):
     assert [samples for _, samples in losses("trunk-cooldown-10-linear").values()] == [44, 48]
 
 
+@pytest.mark.slow
 def test_a_branch_takes_the_settings_that_trained_its_checkpoint(trunk):
     """The trunk goes on at half the rate and twice the batch after update 10: each branch has what its checkpoint had."""
     changed = ("--model.lr", "0.002", "--data.global_batch_size", "8", "--model.schedule.decay_steps", "0")
@@ -113,6 +114,7 @@ def test_a_branch_takes_the_settings_that_trained_its_checkpoint(trunk):
         cooldown_start.config_of(trunk, path, rest)
 
 
+@pytest.mark.slow
 def test_a_configuration_that_was_altered_is_compared_with_the_checkpoint(trunk):
     file = trunk / "config.yaml"
     config = yaml.safe_load(file.read_text())
@@ -124,6 +126,7 @@ def test_a_configuration_that_was_altered_is_compared_with_the_checkpoint(trunk)
     cut("--from", "archive:10", "--decay_steps", 1)
 
 
+@pytest.mark.slow
 def test_a_trunk_that_time_ended_gives_whole_branches(place):
     """Lightning's Timer restores the time that the trunk has taken, which is all that it had."""
     stop_at("trunk", 20, 5, "--trainer.max_time", "00:00:20:00")
@@ -135,6 +138,7 @@ def test_a_trunk_that_time_ended_gives_whole_branches(place):
     assert list(rates("b")) == [6, 7, 8, 9]
 
 
+@pytest.mark.slow
 def test_a_trunk_without_callbacks_of_its_own_gives_a_branch_with_the_same_defaults(place):
     """Its configuration names none, so recipes.pretrain clips at 1.0, weighs tokens and saves; so does the branch."""
     config = yaml.safe_load(Path("trunk.yaml").read_text())
@@ -181,6 +185,7 @@ def test_a_checkpoint_of_another_run_is_refused(trunk):
     assert list(rates("by-link")) == [11]
 
 
+@pytest.mark.slow
 def test_the_trunk_may_prune_the_checkpoint_once_the_branch_is_decided(trunk):
     request = Request("trunk", "latest", 2, "linear", 0.0)
     _, lock = cooldown_start.settle(trunk, request, None)
@@ -226,6 +231,7 @@ def test_files_are_copied_where_links_are_impossible(trunk, monkeypatch):
     assert copied == {name: original[name] for name in copied} and "manifest.json" in copied
 
 
+@pytest.mark.slow
 def test_checkpoints_elsewhere_and_copies_are_found(place):
     callbacks = json.loads(json.dumps(CONFIG["trainer"]["callbacks"]))
     callbacks[1]["init_args"] |= {"dirpath": "elsewhere", "copy_to": "store"}
@@ -364,6 +370,7 @@ def on_two_ranks(launcher, **request):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.slow
 def test_both_ranks_of_a_launcher_train_the_same_branch(trunk, launcher):
     (one, one_locks), (zero, zero_locks) = on_two_ranks(launcher)
     assert one == zero and one["name"] == "trunk-cooldown-10-linear"

@@ -121,6 +121,7 @@ def test_w02_budget_in_tokens_and_batch_in_sequences(place, capsys):
     ]  # updates, and the last one
 
 
+@pytest.mark.slow
 def test_a_token_budget_can_be_run_again_from_the_saved_config(place):
     fit("--trainer.max_steps", "-1", "--max_tokens", "512")
     own = ["--config", "runs/small/config.yaml"]
@@ -307,6 +308,7 @@ def test_checkpoints_are_found_where_the_callback_was_told_to_save(place):
     assert (place / "elsewhere/index.json").is_file()
 
 
+@pytest.mark.slow
 def test_another_micro_batch_continues_with_the_same_samples_and_intervals(place):
     config = yaml.safe_load((place / "small.yaml").read_text())
     config["trainer"]["logger"][0]["init_args"]["save_dir"] = "runs/whole"

@@ -204,6 +204,7 @@ def test_each_planted_fault_is_named(run, here, capsys, fault):
     assert verified["promise"] == "failed" and verified["first_difference"].startswith(component)
 
 
+@pytest.mark.slow
 def test_no_trace_cannot_be_judged_and_uninterrupted_updates_can(run, here, capsys):
     assert verify_restart.verify(run, "latest") == verify_restart.UNKNOWN
     out = capsys.readouterr().out
@@ -215,6 +216,7 @@ def test_no_trace_cannot_be_judged_and_uninterrupted_updates_can(run, here, caps
     assert out.count("verdict   exact") == 2
 
 
+@pytest.mark.slow
 def test_uninterrupted_finds_what_a_second_save_loses(run, here, capsys):
     loaded(lambda c: c["lit_gpt"].update(tokens=10**6))(here)  # the same in every replay: nothing is lost
     assert verify_restart.verify(run, "archive:3", updates=1, against="uninterrupted") == verify_restart.HOLDS

@@ -30,6 +30,11 @@ with open(file, "a") as f:
 """
 
 
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    monkeypatch.setattr("recipes.worked_example_runs.POLL_S", 0.01)
+
+
 def job(folder, model, seed, loss, first=0, steps=4, needs=None, stop=0):
     command = [
         sys.executable,
