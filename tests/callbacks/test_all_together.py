@@ -73,6 +73,7 @@ def text(tmp_path):
     return files
 
 
+@pytest.mark.slow
 def test_any_order_gives_the_same_numbers(tmp_path, text):
     r = random.Random(1)
     orders = [list(range(7)), list(range(6, -1, -1))] + [r.sample(range(7), 7) for _ in range(4)]

@@ -119,7 +119,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("preset", "micro_batch", "precision", "accumulation", "overrides"), CASES)
+@pytest.mark.parametrize(
+    ("preset", "micro_batch", "precision", "accumulation", "overrides"),
+    [*CASES[:4], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[4:])],
+)
 def test_peak_on_one_device_within_a_tenth_of_what_runs(
     preset, micro_batch, precision, accumulation, overrides
 ):

@@ -159,6 +159,7 @@ def test_without_callbacks_a_run_gets_the_default_ones_and_without_a_saver_a_war
         fit("--run", "lost", "--trainer.callbacks", "[]")
 
 
+@pytest.mark.slow
 def test_names_of_runs_and_what_is_there_instead(place):
     fit()
     assert find_run("small") == find_run("runs/small") == Path("runs/small")

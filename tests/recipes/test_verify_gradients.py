@@ -67,6 +67,7 @@ def test_micro_batches_give_one_gradient(config, here, capsys):
     assert sorted(p.name for p in config.parent.iterdir()) == ["data", "small.yaml", "text.txt"]
 
 
+@pytest.mark.slow
 def test_means_of_means_are_found_and_the_parameter_named(config, here, capsys):
     assert verify_gradients.verify(without_weighting(config), devices=1, batch_size=4) == 1
     out = capsys.readouterr().out
