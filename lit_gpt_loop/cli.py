@@ -46,6 +46,7 @@ from lit_gpt_loop.run_origin import (
     check_branch,
     find_start,
     group_of,
+    later_steps,
     lineage_of,
     write_origin,
 )
@@ -197,6 +198,12 @@ class PretrainCLI(LightningCLI):
         path, self._begins = find_start(
             str(ckpt_path or "auto"), self.run_dir, self._folder, self._checkpoint, branch, bool(self.branch)
         )
+        if path is not None and (later := later_steps(path, self._folder)):
+            rank_zero_warn(
+                f"--ckpt_path {ckpt_path} goes back in this run: its checkpoints of updates {', '.join(map(str, later))} are of what was "
+                "trained after that and stay until they are saved again or pruned. The same command will go back again. To continue, "
+                "leave --ckpt_path out; to keep both, give another --run."
+            )
         self._origin = path
         self._lineage = (
             asdict(branch) if branch else lineage_of(path, self.run_dir, self._folder) if path else None

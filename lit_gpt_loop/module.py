@@ -260,9 +260,13 @@ class LitGPT(pl.LightningModule):
         trainer.callback_metrics.update({k: torch.as_tensor(v) for k, v in self.progress().items()})
 
     def progress(self) -> dict[str, Any]:
-        """Return `progress/*`: updates and tokens of this run, samples and epoch of its data."""
+        """Return `progress/*`: updates and tokens of this run, samples and epoch of its data where those know their position."""
         progress: dict[str, Any] = {"progress/update": self.updates, "progress/tokens": self.tokens}
         data = getattr(self.trainer, "datamodule", None)
+        if self.updates and not getattr(
+            data, "samples_consumed", 1
+        ):  # evaluation alone restores no data position
+            return progress
         for key, name in (("progress/samples", "samples_consumed"), ("progress/epoch", "epoch")):
             if (value := getattr(data, name, None)) is not None:
                 progress[key] = value

@@ -41,8 +41,11 @@ def next_commands(
     commands = [
         f"{python} -m recipes.sample --run {run_dir} --prompt 'Once upon a time'",
         f"{python} -m recipes.evaluate --run {run_dir} --checkpoint best",
-        f"{python} -m recipes.plan --config {config} --against {run_dir}   (predicted and measured)",
     ]
+    if (run_dir / "journal.jsonl").is_file():
+        commands.append(
+            f"{python} -m recipes.plan --config {config} --against {run_dir}   (predicted and measured)"
+        )
     if schedule is None:
         return commands
     if schedule.decay_start is None:  # past a decay there is nothing to extend

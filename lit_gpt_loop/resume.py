@@ -68,13 +68,15 @@ def check_schedule(old: Schedule, new: Schedule, num_updates: int, ckpt_path: Pa
             "a cosine's rates depend on the run's length, so it can be neither extended nor cut: keep kind and length, or "
             "train with kind: wsd."
         )
+    elif old.decay_start is not None and old.decay_start < num_updates:
+        remedy = f"Its decay began after update {old.decay_start}. {_last_stable(ckpt_path, old.decay_start)}"
+        if old.warmup_steps != new.warmup_steps:
+            remedy += f" Its warmup, a share of its length, is set with model.schedule.warmup_steps={old.warmup_steps}."
     elif old.warmup_steps != new.warmup_steps:
         remedy = (
             "A warmup given as a share of the run changes with its length: set model.schedule.warmup_steps="
             f"{old.warmup_steps}."
         )
-    elif old.decay_start is not None and old.decay_start < num_updates:
-        remedy = f"Its decay began after update {old.decay_start}. {_last_stable(ckpt_path, old.decay_start)}"
     else:
         remedy = (
             "Keep the schedule that the run began with, or lengthen the run: decay cannot begin in the past."

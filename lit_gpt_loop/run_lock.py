@@ -34,17 +34,28 @@ def run_lock(run_dir: Path) -> Iterator[bool]:
     Yields:
         Whether it is held; False where the file system knows no locks.
 
+    A directory that was made for it and is still empty at the end is removed again.
+
     Raises:
         RunLockedError: another process trains there.
+        OSError: the directory cannot be written to.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
+    is_new = not run_dir.exists()
     path = run_dir / NAME
     key = path.resolve()
     if key in _mine:  # opening and closing the file once more would free it
         yield True
         return
-    # Append mode: opening must not wipe the holder's name. Not inherited by forked data workers, unlike flock.
-    with open(path, "a+") as f:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+")  # noqa: SIM115  closed below; opening must not wipe the holder's name
+    except OSError as e:
+        raise OSError(
+            f"{run_dir} cannot be written to ({e.strerror}): a run needs a directory for its checkpoints and journal. Name another "
+            "place with --runs_dir"
+        ) from e
+    # Not inherited by forked data workers, unlike flock.
+    with file as f:
         try:
             fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -67,3 +78,6 @@ def run_lock(run_dir: Path) -> Iterator[bool]:
             yield True
         finally:
             _mine.discard(key)
+            if is_new and run_dir.is_dir() and [p.name for p in run_dir.iterdir()] == [NAME]:
+                path.unlink()
+                run_dir.rmdir()

@@ -31,6 +31,18 @@ def is_of_another_run(checkpoint: Path, run_dir: Path, folder: Path) -> bool:
     return not any(path.is_relative_to(place.resolve()) for place in (folder, run_dir / "checkpoints"))
 
 
+def later_steps(checkpoint: Path, folder: Path) -> list[int]:
+    """Return the updates at which a folder has checkpoints of the same run that are later than one of its own; [] for another's."""
+    found = manifest_of(checkpoint)
+    if found is None or found[0].parent.resolve() != folder.resolve():
+        return []
+    mine = found[1]
+    manifests = [json.loads(p.read_text()) for p in folder.glob("step-" + "[0-9]" * 8 + "*/manifest.json")]
+    return sorted(
+        m["step"] for m in manifests if m.get("run") == mine.get("run") and m["step"] > mine["step"]
+    )
+
+
 def lineage_of(checkpoint: Path, run_dir: Path, folder: Path) -> dict[str, Any] | None:
     """Return where a run that goes on from a checkpoint comes from, as its own manifests will say; None if from nowhere."""
     found = manifest_of(checkpoint)

@@ -49,7 +49,7 @@ def _about(run_dir: Path) -> str:
         return (
             f"The run {run_dir} has saved {', '.join(saved)}."
             if saved
-            else f"The run {run_dir} has saved none: train first."
+            else f"The run {run_dir} has saved none; without --ckpt_path `fit` begins it."
         )
     runs = sorted(str(p.parent) for p in run_dir.parent.glob("*/config.yaml"))
     return f"There is no run {run_dir}; " + (

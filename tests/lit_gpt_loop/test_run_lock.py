@@ -86,3 +86,21 @@ def test_the_holder_may_take_it_again_and_still_has_it_afterwards(tmp_path):
             assert is_held
         assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 1
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_directory_that_stays_empty_is_removed_and_one_that_is_used_stays(tmp_path):
+    with pytest.raises(ValueError), run_lock(tmp_path / "mistyped"):
+        raise ValueError
+    assert not (tmp_path / "mistyped").exists()
+    with run_lock(tmp_path / "run"):
+        (tmp_path / "run" / "config.yaml").touch()
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", "config.yaml"]
+
+
+def test_a_place_that_cannot_be_written_to_is_one_error(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(OSError, match=r"file/run cannot be written to \(Not a directory\): .* --runs_dir"),
+        run_lock(tmp_path / "file" / "run"),
+    ):
+        raise AssertionError("entered")

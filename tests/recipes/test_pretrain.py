@@ -147,6 +147,9 @@ def test_bits_per_byte_is_left_out_where_it_is_not_known(place):
         cli = main(["validate", "--config", "runs/small/config.yaml", "--trainer.limit_val_batches", "1"])
     assert "val/bits_per_byte" not in cli.trainer.callback_metrics
     assert "val/loss" in cli.trainer.callback_metrics
+    # Evaluation alone restores no data position: none is told.
+    assert "progress/update" in cli.trainer.callback_metrics
+    assert "progress/samples" not in cli.trainer.callback_metrics
 
 
 def test_without_callbacks_a_run_gets_the_default_ones_and_without_a_saver_a_warning(place):
@@ -235,6 +238,21 @@ def test_a_fresh_start_over_checkpoints_is_refused(place):
     fit()
     with pytest.raises(ValueError, match="choose another --run"):
         fit("--ckpt_path", "none")
+
+
+def test_going_back_in_a_run_is_said(place):
+    fit("--trainer.callbacks.init_args.keep_latest", "2")
+    with pytest.warns(
+        UserWarning, match=r"--ckpt_path .*step-00000002 goes back in this run: its .* updates 4 are"
+    ):
+        cli = fit("--ckpt_path", "runs/small/checkpoints/step-00000002")
+    assert cli.trainer.global_step == 4
+
+
+def test_a_mistyped_checkpoint_leaves_no_run_behind(place):
+    with pytest.raises(FileNotFoundError, match=r"without --ckpt_path `fit` begins it"):
+        fit("--run", "new", "--ckpt_path", "latest")
+    assert not (place / "runs" / "new").exists()
 
 
 def test_two_trainings_in_one_directory_are_refused_before_anything_is_written(place):
