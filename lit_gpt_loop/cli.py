@@ -39,7 +39,7 @@ from lit_gpt_loop.journal import JournalLogger, RunWandbLogger
 from lit_gpt_loop.module import LitGPT
 from lit_gpt_loop.next_steps import after_the_end, next_commands
 from lit_gpt_loop.progress import UpdateProgressBar
-from lit_gpt_loop.resume import check_architecture
+from lit_gpt_loop.resume import check_architecture, check_schedule
 from lit_gpt_loop.run_files import KeepConfig, KeepTokenizer, WritePredictions, config_files
 from lit_gpt_loop.run_lock import run_lock
 from lit_gpt_loop.run_origin import (
@@ -212,9 +212,12 @@ class PretrainCLI(LightningCLI):
             if isinstance(logger, RunWandbLogger):
                 logger.join(branch.group if branch else group_of(self.run_dir.name, self._lineage))
         if path is not None:
-            # Here as well as in LitGPT: strategies read tensors before the module sees the checkpoint.
+            # Here as well as in LitGPT: strategies read tensors, and W&B begins a run, before the module sees the checkpoint.
             _, rest = open_checkpoint(path)
             check_architecture(rest.get("hyper_parameters", {}).get("config", {}), model.hparams["config"])
+            state = rest.get("lit_gpt") or {}
+            if state.get("schedule") is not None:
+                check_schedule(Schedule(**state["schedule"]), schedule, state["updates"], path)
         accumulate, sequences = self._batch(trainer.world_size)
         if isinstance(trainer.val_check_interval, int):
             trainer.val_check_interval *= accumulate  # Lightning counts micro-batches

@@ -7,6 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
@@ -238,6 +239,13 @@ def test_a_fresh_start_over_checkpoints_is_refused(place):
     fit()
     with pytest.raises(ValueError, match="choose another --run"):
         fit("--ckpt_path", "none")
+
+
+def test_an_extension_is_refused_before_anything_is_begun(place, monkeypatch):
+    fit("--model.schedule.decay_steps", "2")
+    monkeypatch.setattr(pl.Trainer, "fit", lambda *_, **__: pytest.fail("W&B would have begun a run"))
+    with pytest.raises(ValueError, match="Its decay began after update 2"):
+        fit("--model.schedule.decay_steps", "2", "--trainer.max_steps", "8")
 
 
 def test_going_back_in_a_run_is_said(place):
