@@ -10,6 +10,7 @@ batch by `lr_scaling.py`.
 
 Parameters, buffers, optimizer, RNG of Python, NumPy and torch, gradients, data position (`read_aside.py`) and callbacks are
 bitwise what they were before. It needs memory for one more copy of parameters and moments.
+(Longer than 400 lines: what the test does and what it puts back have to be seen side by side.)
 """
 
 import json

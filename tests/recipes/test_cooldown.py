@@ -20,7 +20,6 @@ from tests.recipes.trunk import (
     cut,
     digests,
     losses,
-    make_place,
     rates,
     same,
     state,
@@ -29,39 +28,11 @@ from tests.recipes.trunk import (
 )
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """A folder with a configuration, and no run yet."""
-    monkeypatch.chdir(tmp_path)
-    make_place(tmp_path)
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
-def shared_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shared")
-    make_place(folder)
-    before = os.getcwd()
-    os.chdir(folder)
-    stop_at("trunk", 20, 10)
-    os.chdir(before)
-    return folder
-
-
-@pytest.fixture
-def shared(shared_folder, monkeypatch):
-    """A folder with a trunk that was planned for 20 updates and stopped after 10; no test changes it."""
-    monkeypatch.chdir(shared_folder)
-    before = digests("runs/trunk")
-    yield shared_folder
-    assert digests("runs/trunk") == before
-
-
-@pytest.fixture(scope="module")
-def long(shared_folder):
+def long(trunk_folder):
     """Train a run in that folder that was planned for 30 updates; return its name."""
     before = os.getcwd()
-    os.chdir(shared_folder)
+    os.chdir(trunk_folder)
     train("long", 30)
     os.chdir(before)
     return "long"

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -14,29 +13,15 @@ from lit_gpt_loop.branch import Request
 from lit_gpt_loop.journal import RunWandbLogger
 from recipes import cooldown, cooldown_start
 from recipes.pretrain import main as pretrain
-from tests.recipes.trunk import cut, digests, losses, make_place, rates, same, state, stop_at, train
+from tests.recipes.trunk import cut, digests, losses, rates, same, state, train
 
 STABLE = ("--model.schedule.decay_steps", "0")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("continue")
-    make_place(folder)
-    before = os.getcwd()
-    os.chdir(folder)
-    stop_at("trunk", 20, 10)
-    os.chdir(before)
-    return folder
-
-
 @pytest.fixture
-def trunk(folder, monkeypatch):
-    """A folder with a trunk that was planned for 20 updates and stopped after 10; no test changes it."""
-    monkeypatch.chdir(folder)
-    before = digests("runs/trunk")
-    yield folder / "runs" / "trunk"
-    assert digests("runs/trunk") == before
+def trunk(shared):
+    """A trunk that was planned for 20 updates and stopped after 10; no test changes it."""
+    return shared / "runs" / "trunk"
 
 
 def fit(run, *args):

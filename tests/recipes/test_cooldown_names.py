@@ -1,7 +1,6 @@
 """Names of branches: different branches never collide, the same one is found again, and a failed start leaves no name taken."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -9,27 +8,13 @@ import pytest
 
 from lit_gpt_loop.branch import Request
 from recipes import cooldown, cooldown_start
-from tests.recipes.trunk import cut, digests, make_place, rates, stop_at
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("names")
-    make_place(folder)
-    before = os.getcwd()
-    os.chdir(folder)
-    stop_at("trunk", 20, 10)
-    os.chdir(before)
-    return folder
+from tests.recipes.trunk import cut, rates
 
 
 @pytest.fixture
-def trunk(folder, monkeypatch):
-    """A folder with a trunk that was stopped after 10 of 20 updates, and no branch; no test changes it."""
-    monkeypatch.chdir(folder)
-    before = digests("runs/trunk")
-    yield folder / "runs" / "trunk"
-    assert digests("runs/trunk") == before
+def trunk(shared):
+    """A trunk that was stopped after 10 of 20 updates, and no branch; no test changes it."""
+    yield shared / "runs" / "trunk"
     for run in Path("runs").iterdir():
         if run.name != "trunk":
             shutil.rmtree(run)
