@@ -58,23 +58,14 @@ def make_place(folder):
 
 def train(run, steps, *args):
     """Train a run of its own to `steps` updates."""
-    logger = json.dumps(
-        [{"class_path": "lit_gpt_loop.journal.JournalLogger", "init_args": {"save_dir": f"runs/{run}"}}]
-    )
-    return pretrain(
-        [
-            "fit",
-            "--config",
-            "trunk.yaml",
-            "--run",
-            run,
-            "--trainer.max_steps",
-            str(steps),
-            "--trainer.logger",
-            logger,
-            *args,
-        ]
-    )
+    return pretrain(_arguments(run, steps, *args))
+
+
+def _arguments(run, steps, *args):
+    logger = {"class_path": "lit_gpt_loop.journal.JournalLogger", "init_args": {"save_dir": f"runs/{run}"}}
+    given = {"--config": "trunk.yaml", "--run": run, "--trainer.max_steps": str(steps)}
+    given["--trainer.logger"] = json.dumps([logger])
+    return ["fit", *(text for pair in given.items() for text in pair), *args]
 
 
 def stop_at(run, planned, stop, *args, callback=None):
@@ -91,24 +82,7 @@ def stop_at(run, planned, stop, *args, callback=None):
         def before_fit(self):
             self.trainer.callbacks.extend([callback, Stop()] if callback else [Stop()])
 
-    logger = json.dumps(
-        [{"class_path": "lit_gpt_loop.journal.JournalLogger", "init_args": {"save_dir": f"runs/{run}"}}]
-    )
-    return StoppingCLI(
-        recipe.resolve,
-        args=[
-            "fit",
-            "--config",
-            "trunk.yaml",
-            "--run",
-            run,
-            "--trainer.max_steps",
-            str(planned),
-            "--trainer.logger",
-            logger,
-            *args,
-        ],
-    )
+    return StoppingCLI(recipe.resolve, args=_arguments(run, planned, *args))
 
 
 def cut(*args):
